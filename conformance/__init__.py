@@ -1,0 +1,1 @@
+"""Contract tests for capture APIs: ``pytest --pyargs truetap.conformance --adapter NAME``."""

@@ -1,0 +1,1 @@
+"""The gated production pipeline: prepare, extract, train, evaluate."""
