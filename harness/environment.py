@@ -1,0 +1,78 @@
+"""The facts that a certificate is bound to, and how two sets of them differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from truetap.harness import verifier
+from truetap.harness.model import Environment
+
+
+def assemble(
+    worker: Mapping[str, Any], *, boundaries: Sequence[int], adapter: str, adapter_digest: str
+) -> Environment:
+    """Join what a worker reports with what its verifier's files say.
+
+    ``worker`` is the payload of ``truetap_facts``: the engine's own settings, not the ones we asked
+    it for. The verifier is digested at the path that the worker says it loaded.
+    """
+    facts = dict(worker)
+    model = Path(facts.pop("model"))
+    described = verifier.describe(model)
+    binding = {
+        "machine": platform.machine(),
+        **facts,
+        "verifier": {
+            "num_blocks": described.num_blocks,
+            "hidden_size": described.hidden_size,
+            **verifier.digests(model),
+        },
+        "boundaries": list(boundaries),
+        "adapter": {"name": adapter, "sha256": adapter_digest},
+    }
+    recorded = {
+        "verifier_name": described.name,
+        "host_os": platform.platform(),
+        "python": platform.python_version(),
+        "truetap": _installed("truetap"),
+        "transformers": _installed("transformers"),
+    }
+    return Environment(binding=binding, recorded=recorded)
+
+
+def binding_digest(binding: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of a binding in a stable spelling, hex."""
+    return hashlib.sha256(json.dumps(binding, sort_keys=True).encode()).hexdigest()
+
+
+def differences(certified: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    """Return one sentence for each binding fact that differs, nested facts by dotted name."""
+    was, now = _flat(certified), _flat(present)
+    return [
+        f"{name} was {was.get(name, 'absent')!r} when certified and is {now.get(name, 'absent')!r}"
+        for name in sorted(was.keys() | now.keys())
+        if was.get(name) != now.get(name)
+    ]
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,97 @@
+"""One file of captures: many requests concatenated, in safetensors.
+
+Tensors in the file, R rows in all and N requests:
+
+* ``states`` ``[R, boundaries, hidden]`` in the engine's dtype,
+* ``token_ids`` ``[R]`` int64,
+* ``loss_mask`` ``[R]`` uint8, 1 where the token belongs to the assistant's text,
+* ``offsets`` ``[N + 1]`` int64: request i owns rows ``offsets[i]`` to ``offsets[i + 1]``.
+
+Digests are taken of each tensor's raw bytes, not of the file, so that they survive a rewrite of
+the header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+TENSORS = ("loss_mask", "offsets", "states", "token_ids")
+
+
+def partial_path(path: Path) -> Path:
+    """Return where a shard is written before it is complete; never read as a shard."""
+    return path.with_name(path.name + ".partial")
+
+
+def write_partial(
+    path: Path,
+    states: Sequence[torch.Tensor],
+    token_ids: Sequence[Sequence[int]],
+    loss_masks: Sequence[bytes],
+) -> dict[str, str]:
+    """Write the captures of some requests to ``partial_path(path)``, fsynced; return digests.
+
+    ``states[i]`` is ``[tokens, boundaries, hidden]``, ``token_ids[i]`` and ``loss_masks[i]`` have
+    one entry a token. Nothing is left behind if the write fails. ``publish`` makes it a shard.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    counts = torch.tensor([0, *(len(ids) for ids in token_ids)])
+    tensors = {
+        "states": torch.cat(list(states)).contiguous(),
+        "token_ids": torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64),
+        "loss_mask": torch.frombuffer(bytearray(b"".join(loss_masks)), dtype=torch.uint8),
+        "offsets": torch.cumsum(counts, 0),
+    }
+    partial = partial_path(path)
+    try:
+        save_file(tensors, partial)
+        with partial.open("rb") as written:
+            os.fsync(written.fileno())
+    except Exception:
+        partial.unlink(missing_ok=True)
+        raise
+    return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def publish(path: Path) -> None:
+    """Rename a complete partial file to its final name, durably."""
+    partial_path(path).rename(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a shard, memory-mapped; raises safetensors' error on a bad file."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = load_file(path)
+    return tensors
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """Return the SHA-256 of a CPU tensor's raw bytes, hex."""
+    import torch
+
+    flat = tensor.contiguous().flatten().view(torch.uint8)
+    return hashlib.sha256(memoryview(flat.numpy())).hexdigest()
+
+
+def mismatches(tensors: Mapping[str, Any], digests: Mapping[str, str]) -> list[str]:
+    """Return the names of tensors that are absent or whose bytes differ from ``digests``."""
+    return [
+        name
+        for name in TENSORS
+        if name not in tensors or digest(tensors[name]) != digests.get(name)
+    ]

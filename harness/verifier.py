@@ -1,0 +1,86 @@
+"""Facts about a verifier's directory: its size, and digests of what an engine would load."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from truetap.harness.errors import IntegrityError, UsageError
+
+CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class VerifierFacts:
+    """What truetap needs to know of a verifier without loading it."""
+
+    name: str
+    num_blocks: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    config: dict[str, Any]
+
+
+def describe(directory: Path) -> VerifierFacts:
+    """Read ``config.json`` of a verifier in Hugging Face layout."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(
+            f"there is no verifier at {directory}: no config.json",
+            remedy="give a directory in Hugging Face layout, or builtin = 'smollm2-135m-instruct'",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise IntegrityError(f"{path} cannot be read: {error}") from error
+    text = config.get("text_config", config)  # multimodal verifiers nest the decoder's settings
+    try:
+        return VerifierFacts(
+            name=directory.resolve().name,
+            num_blocks=int(text["num_hidden_layers"]),
+            hidden_size=int(text["hidden_size"]),
+            vocab_size=int(text["vocab_size"]),
+            max_positions=int(text["max_position_embeddings"]),
+            config=config,
+        )
+    except KeyError as missing:
+        raise UsageError(
+            f"{path} has no {missing}; it does not describe a decoder-only verifier"
+        ) from None
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """Return SHA-256 of the configuration and of all weights, hex.
+
+    The weights' digest covers every ``*.safetensors`` file, by name and content.
+    """
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise UsageError(
+            f"{directory} has no *.safetensors files",
+            remedy="truetap reads verifiers in safetensors format only",
+        )
+    return {
+        "config_sha256": _file_digest(directory / "config.json"),
+        "weights_sha256": _weights_digest(
+            tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
+        ),
+    }
+
+
+@lru_cache(maxsize=8)
+def _weights_digest(files: tuple[tuple[Path, int, int], ...]) -> str:
+    whole = hashlib.sha256()
+    for file, _, _ in files:
+        whole.update(f"{file.name}\0{_file_digest(file)}\n".encode())
+    return whole.hexdigest()
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
