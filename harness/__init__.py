@@ -1,1 +1,1 @@
-"""The harness: contract, adapters, oracles, certificates. Importing it loads no engine and no torch."""
+"""The harness: contract, adapters, oracles, certificates. Importing it loads no torch."""

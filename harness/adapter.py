@@ -27,7 +27,7 @@ class Session(Protocol):
         ...
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float] | None:
-        """Return the engine's log-probability of each token from the second on; None if it has none."""
+        """Return the engine's log-probability of each token but the first; None if it has none."""
         ...
 
     def environment(self) -> Environment:

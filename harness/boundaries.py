@@ -9,6 +9,7 @@ becomes a boundary; sources and traps are in the names' docstrings.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from truetap.harness.errors import UsageError
 
@@ -65,7 +66,7 @@ def check(boundaries: Sequence[int], num_blocks: int) -> tuple[int, ...]:
             f"boundary {outside[0]} is out of range: this verifier has {num_blocks} blocks",
             remedy=f"use boundaries from 0 (embeddings) to {num_blocks} (after the last block)",
         )
-    if any(a >= b for a, b in zip(listed, listed[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(listed)):
         raise UsageError(
             f"boundaries {list(listed)} are not strictly ascending",
             remedy=f"write them as {sorted(set(listed))}",

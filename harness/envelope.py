@@ -41,7 +41,7 @@ def seal(
         payload = work()
         _require_builtins(payload, "payload")
         sealed["payload"] = payload
-    except Exception as error:  # noqa: BLE001
+    except Exception as error:
         sealed["error"] = {
             "type": type(error).__name__,
             "message": str(error),

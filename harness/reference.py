@@ -69,10 +69,12 @@ def _load(model: Path, dtype: str) -> Any:
     try:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
     except ImportError as error:
         raise CouldNotRun(
             f"the reference cannot run: {error}", remedy="pip install 'truetap[reference]'"
         ) from error
+    logging.disable_progress_bar()
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
     return loaded.eval()
 

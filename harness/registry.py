@@ -1,7 +1,7 @@
 """Looks adapters up by name.
 
 Adapters come from the entry-point group ``truetap.adapters``, ours and third parties' alike. The
-name ``FAULT@NAME`` gives adapter NAME with a deliberate fault (see ``truetap.harness.adapters.mutants``).
+name ``FAULT@NAME`` gives adapter NAME with a fault of ``truetap.harness.adapters.mutants``.
 """
 
 from __future__ import annotations

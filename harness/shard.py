@@ -54,6 +54,7 @@ def write_partial(
     partial = partial_path(path)
     try:
         save_file(tensors, partial)
+        partial.chmod(0o644)  # safetensors makes files that only their owner can read
         with partial.open("rb") as written:
             os.fsync(written.fileno())
     except Exception:

@@ -19,6 +19,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from truetap.harness.errors import CouldNotRun, IntegrityError, UsageError
 
 if TYPE_CHECKING:

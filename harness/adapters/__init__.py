@@ -1,1 +1,1 @@
-"""Ways to get captures out of one engine each; looked up by name in ``truetap.harness.registry``."""
+"""Ways to get captures out of one engine each; ``truetap.harness.registry`` finds them by name."""

@@ -8,8 +8,8 @@ workers to a shard file, and announced by envelopes over ``collective_rpc``.
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -210,7 +210,7 @@ def _source_digest() -> str:
     """Return the SHA-256 of the code that captures, so that a certificate covers no other."""
     digest = hashlib.sha256()
     for name in _SOURCES:
-        spec = importlib.util.find_spec(name)
+        spec = find_spec(name)
         assert spec is not None
         assert spec.origin is not None
         digest.update(Path(spec.origin).read_bytes())

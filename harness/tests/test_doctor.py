@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from rich.console import Console
+
 from truetap.harness import doctor
 
 REQUIRES = [

@@ -7,6 +7,7 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+
 from truetap.harness.errors import UsageError
 from truetap.pipeline import docstrings
 from truetap.pipeline.docstrings import Question, split, stdlib_questions

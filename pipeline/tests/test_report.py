@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
+
 from truetap.harness.errors import CouldNotRun, IntegrityError, UsageError
 from truetap.pipeline import report
 

@@ -11,6 +11,7 @@ import zipfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
 from truetap.harness.errors import CouldNotRun, IntegrityError, UsageError
 from truetap.pipeline import smollm2
 

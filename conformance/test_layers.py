@@ -1,0 +1,104 @@
+"""LAYERS: which states they are, proven by value."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from truetap.harness import compare
+from truetap.harness.observation import Observation
+from truetap.harness.pytest_plugin import Saw
+
+MEDIAN_LOGPROB_EXCESS = 2.0
+"""Allowed median difference of log-probabilities, in units of the noise floor's median. Measured:
+0.77 and 0.07 for correct captures, 5.9 and more for a post-norm last state (calibration.json)."""
+LOGPROB_ROW_SLACK = 16.0
+"""Allowed difference of any one log-probability, in units of the noise floor (no floor being below
+the mean one). Measured: 6.6 at most for correct captures."""
+
+
+@pytest.mark.clause("LAYERS-001")
+def test_requested_boundary_by_value(observation: Observation, saw: Saw) -> None:
+    """The nearest candidate to every slot is the requested boundary, clearly, and in every row."""
+    captures = [c for c in observation.batch.captures if c.key in observation.references]
+    wanted = tuple(observation.spec.boundaries)
+    readings = {}
+    for slot, boundary in enumerate(wanted):
+        states, references = [], []
+        for capture in captures:
+            assert capture.boundaries == wanted, f"slots are declared as {capture.boundaries}"
+            rows = min(len(capture.states), len(capture.token_ids))
+            if len(capture.states) != len(capture.token_ids):
+                continue  # ROWS-001 speaks about these; their rows have no counterpart
+            states.append(capture.states[:rows, slot])
+            references.append(observation.references[capture.key])
+        assert states, "no request came back with as many rows as tokens"
+        readings[boundary] = compare.read_slot(boundary, states, references)
+    assert all(reading.right for reading in readings.values()), compare.summary(readings)
+    saw(compare.summary(readings))
+
+
+@pytest.mark.clause("LAYERS-002")
+def test_last_boundary_gives_the_engines_logprobs(observation: Observation, saw: Saw) -> None:
+    """log_softmax(lm_head(norm(last boundary))) is what the engine itself says of the prompt."""
+    captured = {capture.key: capture for capture in observation.batch.captures}
+    differences, floors = [], []
+    for key, said in observation.logprobs.items():
+        assert said is not None, "the engine gives no prompt log-probabilities"
+        capture, reference = captured[key], observation.references[key]
+        assert not capture.last_boundary_normed, "the last slot is declared as already normed"
+        last = capture.states[:, -1]
+        assert len(last) == len(capture.token_ids), f"request {key!r} lacks rows"
+        ours = observation.reference.logprobs_of_last(last, capture.token_ids)
+        differences.append(np.abs(ours - np.asarray(said, dtype=np.float32)))
+        floors.append(reference.logprob_noise)
+    difference, floor = np.concatenate(differences), np.concatenate(floors)
+    assert np.isfinite(difference).all(), "log-probabilities of the last state are not finite"
+    excess = difference / np.maximum(floor, floor.mean())
+    median = float(np.median(difference) / np.median(floor))
+    measured = (
+        f"median difference {np.median(difference):.3f} nats ({median:.1f}x noise), worst "
+        f"{difference.max():.3f} ({excess.max():.1f}x)"
+    )
+    assert median <= MEDIAN_LOGPROB_EXCESS, f"last state is not the one before the norm: {measured}"
+    assert excess.max() <= LOGPROB_ROW_SLACK, f"some rows of the last state are wrong: {measured}"
+    saw(measured)
+
+
+@pytest.mark.clause("LAYERS-003")
+def test_finite_nonzero_distinct(observation: Observation, saw: Saw) -> None:
+    """No NaN or infinity, no slot of zeros, no slot equal to another."""
+    values = 0
+    for capture in observation.batch.captures:
+        states = capture.states
+        bad = np.argwhere(~np.isfinite(states).all(-1))
+        assert not len(bad), (
+            f"request {capture.key!r}: {len(bad)} rows are not finite, the first at token "
+            f"{bad[0][0]}, boundary {capture.boundaries[bad[0][1]]}"
+        )
+        for slot, boundary in enumerate(capture.boundaries):
+            assert states[:, slot].any(), (
+                f"request {capture.key!r}: boundary {boundary} is all zero"
+            )
+        for i, j in compare.duplicate_slots(states):
+            pytest.fail(
+                f"request {capture.key!r}: the slots of boundaries {capture.boundaries[i]} and "
+                f"{capture.boundaries[j]} are equal"
+            )
+        values += states.size
+    saw(f"{values} values")
+
+
+@pytest.mark.clause("LAYERS-004")
+def test_width_and_dtype(observation: Observation, saw: Saw) -> None:
+    """States are [tokens, boundaries, hidden] in the dtype that the engine computes in."""
+    slots = len(observation.spec.boundaries)
+    for capture in observation.batch.captures:
+        assert capture.states.ndim == 3, f"states have {capture.states.ndim} dimensions, not 3"
+        assert capture.states.shape[1:] == (slots, observation.hidden_size), (
+            f"rows have shape {capture.states.shape[1:]}, not {(slots, observation.hidden_size)}"
+        )
+        assert capture.dtype == observation.spec.dtype, (
+            f"states are {capture.dtype}, the engine computes in {observation.spec.dtype}"
+        )
+    saw(f"{slots} slots of width {observation.hidden_size}, {observation.spec.dtype}")

@@ -1,0 +1,306 @@
+"""Deliberately wrong capture paths: the proof that the suite can fail.
+
+A mutant wraps a real adapter, takes real captures from it, and makes one fault that somebody's
+pipeline really had. ``FAULT@ADAPTER`` names it, e.g. ``off-by-one@vllm_native``. The fault
+``none`` is the negative control: the same wrapping, nothing changed, and nothing may be flagged.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from truetap.harness import verifier
+from truetap.harness.adapter import Adapter, Session
+from truetap.harness.errors import UsageError
+from truetap.harness.model import (
+    Capture,
+    CaptureBatch,
+    CaptureRequest,
+    EngineSpec,
+    Environment,
+    Float32,
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault, and the clause that must catch it."""
+
+    caught_by: str
+    says: str
+    """What was done wrong, in a phrase."""
+    corrupt: Callable[[_Corruptor, CaptureBatch], CaptureBatch]
+    early: int = 0
+    """How many boundaries before each requested one the fault needs to see."""
+
+
+@dataclass
+class _Corruptor:
+    """What a fault may draw on besides the batch itself."""
+
+    requested: tuple[int, ...]
+    final_norm: Callable[[Float32], Float32]
+    previous: CaptureBatch | None = None
+
+
+def _per_capture(change: Callable[[_Corruptor, Capture], Capture]) -> Any:
+    def corrupt(context: _Corruptor, batch: CaptureBatch) -> CaptureBatch:
+        return replace(batch, captures=tuple(change(context, c) for c in batch.captures))
+
+    return corrupt
+
+
+def _states(change: Callable[[_Corruptor, Capture], Float32]) -> Any:
+    return _per_capture(lambda context, c: replace(c, states=change(context, c)))
+
+
+def _boundaries(context: _Corruptor, capture: Capture, wanted: Sequence[int]) -> Float32:
+    """Return the slots of ``wanted`` boundaries from a capture that holds more."""
+    del context
+    return capture.states[:, [capture.boundaries.index(k) for k in wanted]]
+
+
+def _right(context: _Corruptor, capture: Capture) -> Float32:
+    return _boundaries(context, capture, context.requested)
+
+
+def _off_by_one(context: _Corruptor, capture: Capture) -> Float32:
+    return _boundaries(context, capture, [k - 1 for k in context.requested])
+
+
+def _one_slot_early(slot: int) -> Callable[[_Corruptor, Capture], Float32]:
+    def change(context: _Corruptor, capture: Capture) -> Float32:
+        wanted = list(context.requested)
+        wanted[slot] -= 1
+        return _boundaries(context, capture, wanted)
+
+    return change
+
+
+def _residual_missing(context: _Corruptor, capture: Capture) -> Float32:
+    return _right(context, capture) - _off_by_one(context, capture)
+
+
+def _post_norm(context: _Corruptor, capture: Capture) -> Float32:
+    states = _right(context, capture).copy()
+    states[:, -1] = context.final_norm(states[:, -1])
+    return states
+
+
+def _first_only(context: _Corruptor, capture: Capture) -> Float32:
+    states = _right(context, capture)
+    return np.repeat(states[:, :1], states.shape[1], axis=1)
+
+
+def _zero_slot(context: _Corruptor, capture: Capture) -> Float32:
+    states = _right(context, capture).copy()
+    states[:, 0] = 0
+    return states
+
+
+def _nan_row(context: _Corruptor, capture: Capture) -> Float32:
+    states = _right(context, capture).copy()
+    states[len(states) // 2, 1] = np.nan
+    return states
+
+
+def _half_precision(context: _Corruptor, capture: Capture) -> Capture:
+    with np.errstate(over="ignore"):
+        states = _right(context, capture).astype(np.float16).astype(np.float32)
+    return replace(capture, states=states, dtype="float16")
+
+
+def _neighbours_rows(context: _Corruptor, batch: CaptureBatch) -> CaptureBatch:
+    """Cut rows by running offset, as if the scheduler had kept the order of submission reversed."""
+    rows = np.concatenate([_right(context, c) for c in reversed(batch.captures)])
+    captures, start = [], 0
+    for capture in batch.captures:
+        end = start + len(capture.states)
+        captures.append(replace(capture, states=rows[start:end]))
+        start = end
+    return replace(batch, captures=tuple(captures))
+
+
+def _text_order(context: _Corruptor, batch: CaptureBatch) -> CaptureBatch:
+    """Return results sorted by request number as text: 0, 1, 10, 11, 2."""
+    right = [replace(c, states=_right(context, c)) for c in batch.captures]
+    order = sorted(range(len(right)), key=str)
+    return replace(batch, captures=tuple(right[i] for i in order))
+
+
+def _last_missing(context: _Corruptor, batch: CaptureBatch) -> CaptureBatch:
+    right = [replace(c, states=_right(context, c)) for c in batch.captures]
+    return replace(batch, captures=tuple(right[:-1] if len(right) > 1 else right))
+
+
+def _reply(change: Callable[[_Corruptor, CaptureBatch], Any]) -> Any:
+    def corrupt(context: _Corruptor, batch: CaptureBatch) -> CaptureBatch:
+        right = tuple(replace(c, states=_right(context, c)) for c in batch.captures)
+        return replace(batch, captures=right, replies=change(context, batch))
+
+    return corrupt
+
+
+def _stale(context: _Corruptor, batch: CaptureBatch) -> Any:
+    return context.previous.replies if context.previous else batch.replies
+
+
+FAULTS: dict[str, Fault] = {
+    "none": Fault("", "nothing: the negative control", _states(_right)),
+    "first-boundary-only": Fault(
+        "LAYERS-001", "one state of the reply was taken for all", _states(_first_only)
+    ),
+    "off-by-one": Fault("LAYERS-001", "every boundary one block early", _states(_off_by_one), 1),
+    "middle-boundary-early": Fault(
+        "LAYERS-001", "one middle boundary one block early", _states(_one_slot_early(1)), 1
+    ),
+    "last-boundary-early": Fault(
+        "LAYERS-002", "the last boundary one block early", _states(_one_slot_early(-1)), 1
+    ),
+    "residual-missing": Fault(
+        "LAYERS-001", "block outputs without the residual", _states(_residual_missing), 1
+    ),
+    "last-boundary-post-norm": Fault(
+        "LAYERS-002", "the final norm is already in the last boundary", _states(_post_norm)
+    ),
+    "slots-permuted": Fault(
+        "LAYERS-001", "slots in descending order", _states(lambda x, c: _right(x, c)[:, ::-1])
+    ),
+    "rows-shifted": Fault(
+        "LAYERS-001",
+        "every row belongs to the token before",
+        _states(lambda x, c: np.roll(_right(x, c), 1, axis=0)),
+    ),
+    "rows-short": Fault(
+        "ROWS-001", "the last row is missing", _states(lambda x, c: _right(x, c)[:-1])
+    ),
+    "rows-extra": Fault(
+        "ROWS-001",
+        "one row too many, as from a decode step",
+        _states(lambda x, c: _right(x, c)[[*range(len(c.states)), -1]]),
+    ),
+    "last-request-missing": Fault(
+        "ROWS-001", "the last request of a run was never written", _last_missing
+    ),
+    "ids-wrong": Fault(
+        "ROWS-002",
+        "ids with one token changed come back",
+        _per_capture(
+            lambda x, c: replace(
+                c, states=_right(x, c), token_ids=(c.token_ids[0] ^ 1, *c.token_ids[1:])
+            )
+        ),
+    ),
+    "text-order": Fault("ROWS-002", "results in text order of request ids", _text_order),
+    "neighbours-rows": Fault("ROWS-003", "rows cut from a reordered batch", _neighbours_rows),
+    "zero-slot": Fault("LAYERS-003", "one slot was never filled", _states(_zero_slot)),
+    "nan-row": Fault("LAYERS-003", "one row is not a number", _states(_nan_row)),
+    "half-precision": Fault(
+        "LAYERS-004", "states stored as float16", _per_capture(_half_precision)
+    ),
+    "stale-reply": Fault("REPLY-001", "the reply of the call before", _reply(_stale)),
+    "rank-missing": Fault(
+        "REPLY-001", "one rank's reply is missing", _reply(lambda _, b: b.replies[1:])
+    ),
+    "reply-unwrapped": Fault(
+        "REPLY-001", "a bare reply in place of a list", _reply(lambda _, b: b.replies[0])
+    ),
+}
+"""All faults by name."""
+
+
+class MutantAdapter:
+    """A real adapter with one fault."""
+
+    def __init__(self, fault: str, inner: Adapter) -> None:
+        if fault not in FAULTS:
+            raise UsageError(
+                f"there is no mutant named {fault!r}", remedy=f"mutants: {', '.join(FAULTS)}"
+            )
+        self._fault = fault
+        self._inner = inner
+        self.name = f"{fault}@{inner.name}"
+
+    def open(self, spec: EngineSpec, *, scratch: Path) -> MutantSession:
+        """Open the real adapter at the boundaries that the fault needs to see."""
+        seen = boundaries_for(spec.boundaries, FAULTS[self._fault].early)
+        inner = self._inner.open(replace(spec, boundaries=seen), scratch=scratch)
+        return MutantSession(self._fault, inner, spec)
+
+
+def boundaries_for(requested: Sequence[int], early: int) -> tuple[int, ...]:
+    """Return the requested boundaries and the ``early`` ones before each."""
+    return tuple(sorted({k - e for k in requested for e in range(early + 1) if k - e >= 0}))
+
+
+class MutantSession:
+    """A real session whose captures are corrupted on the way out.
+
+    ``inner`` may capture more boundaries than ``spec`` asks for, so that one engine can serve
+    several mutants.
+    """
+
+    def __init__(self, fault: str, inner: Session, spec: EngineSpec) -> None:
+        self.boundaries = tuple(spec.boundaries)
+        self._fault, self._name = FAULTS[fault], fault
+        self._inner = inner
+        self._context = _Corruptor(self.boundaries, _final_norm(Path(spec.model)))
+
+    def capture(self, requests: Sequence[CaptureRequest]) -> CaptureBatch:
+        """Capture for real, then make the fault."""
+        batch = self._inner.capture(requests)
+        corrupted = self._fault.corrupt(self._context, batch)
+        self._context.previous = batch
+        return replace(
+            corrupted,
+            captures=tuple(replace(c, boundaries=self.boundaries) for c in corrupted.captures),
+        )
+
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float] | None:
+        """Pass the real engine's log-probabilities through."""
+        return self._inner.prompt_logprobs(token_ids)
+
+    def environment(self) -> Environment:
+        """Return the real environment under the mutant's own name."""
+        real = self._inner.environment()
+        adapter = dict(real.binding["adapter"])
+        adapter["name"] = f"{self._name}@{adapter['name']}"
+        binding = {**real.binding, "adapter": adapter, "boundaries": list(self.boundaries)}
+        return Environment(binding=binding, recorded=real.recorded)
+
+    def close(self) -> None:
+        """Close the real session."""
+        self._inner.close()
+
+
+def _final_norm(model: Path) -> Callable[[Float32], Float32]:
+    """Return the verifier's final RMSNorm, from its own weights."""
+    facts = verifier.describe(model)
+    eps = float(facts.config.get("rms_norm_eps", 1e-6))
+
+    def apply(states: Float32) -> Float32:
+        weight = _norm_weight(model)
+        scale = np.sqrt((states.astype(np.float64) ** 2).mean(-1, keepdims=True) + eps)
+        normed: Float32 = (states / scale * weight).astype(np.float32)
+        return normed
+
+    return apply
+
+
+def _norm_weight(model: Path) -> Float32:
+    from safetensors import safe_open
+
+    index = model / "model.safetensors.index.json"
+    name = "model.norm.weight"
+    file = (
+        json.loads(index.read_text())["weight_map"][name] if index.exists() else "model.safetensors"
+    )
+    with safe_open(model / file, framework="pt") as tensors:
+        weight: Float32 = tensors.get_tensor(name).float().numpy()
+        return weight

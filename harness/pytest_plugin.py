@@ -1,0 +1,236 @@
+"""pytest plugin: options, markers and the report of the conformance suite.
+
+Loaded into every pytest run where truetap is installed, so it imports neither torch nor an engine,
+and does nothing unless the suite or one of its markers is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, fields, replace
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from truetap.harness import contract, report
+from truetap.harness.errors import UsageError
+from truetap.harness.model import EngineSpec
+
+Saw = Callable[[str], None]
+"""A clause calls this with one sentence of what it measured."""
+
+_CLAUSE, _SAW, _ENVIRONMENT = "truetap_clause", "truetap_saw", "truetap_environment"
+_MARKERS = {
+    "clause(id)": "the clause that a conformance test decides",
+    "live": "drives a real engine in processes of its own",
+    "gpu": "needs a GPU; a run of these without one exits non-zero",
+    "torch": "needs torch and transformers",
+    "slow": "takes more than a few seconds",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the suite's options."""
+    group = parser.getgroup("truetap", "truetap conformance suite")
+    group.addoption("--adapter", help="capture adapter to put through the suite")
+    group.addoption("--model", help="verifier directory (default: a small random Llama)")
+    group.addoption("--boundaries", help="comma-separated boundaries (default: EAGLE-3's)")
+    group.addoption("--spec", help="JSON file with engine settings; see EngineSpec")
+    group.addoption("--profile", default="core", help="clauses to require (default: core)")
+    group.addoption("--report", help="write the conformance report to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register markers; refuse GPU runs without a GPU; start a report if one is wanted."""
+    for marker, meaning in _MARKERS.items():
+        config.addinivalue_line("markers", f"{marker}: {meaning}")
+    wanted = config.getoption("markexpr", "") or ""
+    if "gpu" in wanted and "not gpu" not in wanted and not _has_gpu():
+        pytest.exit("no GPU here: GPU tests cannot run, which is not a pass", returncode=3)
+    if not hasattr(config, "workerinput"):  # xdist's workers leave reporting to their controller
+        config.pluginmanager.register(_Reporter(config), "truetap-reporter")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Require a clause on every conformance test."""
+    suite = _suite_folder()
+    for item in items:
+        mark = item.get_closest_marker("clause")
+        if mark is not None and mark.args[0] in contract.CLAUSES:
+            item.user_properties.append((_CLAUSE, mark.args[0]))
+        elif mark is not None or item.path.parent == suite:
+            raise pytest.UsageError(f"{item.nodeid} names no clause of the contract")
+
+
+@pytest.fixture
+def saw(request: pytest.FixtureRequest) -> Saw:
+    """Record what a clause measured, for the report."""
+    return lambda sentence: request.node.user_properties.append((_SAW, sentence))
+
+
+class SuiteRun:
+    """The engine under test, opened once for the whole run."""
+
+    def __init__(self, config: pytest.Config, scratch: Path) -> None:
+        self._config = config
+        self._scratch = scratch
+        self._session: Any = None
+        self.environment: dict[str, Any] = {}
+
+    def observe(self) -> Any:
+        """Open the adapter and drive it through the core workload."""
+        from truetap.harness import registry
+        from truetap.harness.observation import observe
+        from truetap.harness.reference import Reference
+
+        name = self._config.getoption("adapter")
+        if not name:
+            raise UsageError("name the adapter under test", remedy="--adapter vllm_native")
+        spec = _spec(self._config, self._scratch)
+        started = time.monotonic()
+        _say(f"opening {name}")
+        self._session = registry.find(name).open(spec, scratch=self._scratch)
+        _say(f"{name} is up after {time.monotonic() - started:.0f} s")
+        self.environment = asdict(self._session.environment())
+        reference = Reference(Path(spec.model), spec.dtype)
+        return observe(self._session, spec, reference, {}, _say)
+
+    def close(self) -> None:
+        """Close the engine."""
+        if self._session is not None:
+            self._session.close()
+
+
+@pytest.fixture(scope="session")
+def suite_run(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SuiteRun]:
+    """Return the engine under test, closed at the end whatever happens."""
+    run = SuiteRun(request.config, tmp_path_factory.mktemp("truetap"))
+    request.config.stash[_RUN] = run
+    yield run
+    run.close()
+
+
+_RUN = pytest.StashKey[SuiteRun]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """Attach to each test's report what failed, in one line, and where it ran."""
+    outcome: pytest.TestReport = yield
+    if any(name == _CLAUSE for name, _ in item.user_properties):
+        if call.excinfo is not None:
+            message = str(call.excinfo.value).strip() or call.excinfo.typename
+            expected = isinstance(call.excinfo.value, (AssertionError, pytest.fail.Exception))
+            kind = "fail" if call.when == "call" and expected else "error"
+            outcome.user_properties.append((_SAW, f"{kind}|{message.splitlines()[0]}"))
+        if run := item.config.stash.get(_RUN, None):
+            outcome.user_properties.append((_ENVIRONMENT, run.environment))
+    return outcome
+
+
+class _Reporter:
+    """Collects clause outcomes from test reports and writes the conformance report."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._path = config.getoption("report", None)
+        self._started = time.monotonic()
+        adapter = config.getoption("adapter", None) or ""
+        self._report = report.blank(
+            config.getoption("profile", "core"),
+            evidence="live",
+            adapter=adapter,
+            spec={},
+            suite_digest=suite_digest(),
+            started=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+        self._config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count one phase of a clause's test."""
+        properties = dict(report.user_properties)
+        clause_id = properties.get(_CLAUSE)
+        if clause_id is None or (report.when != "call" and not report.failed):
+            return
+        said = str(properties.get(_SAW, ""))
+        kind, _, sentence = said.partition("|") if report.failed else ("pass", "", said)
+        for clause in self._report.clauses:
+            if clause.id == clause_id:
+                if report.skipped:
+                    continue
+                clause.add("error" if kind not in ("pass", "fail") else kind, sentence)  # type: ignore[arg-type]
+        if environment := properties.get(_ENVIRONMENT):
+            assert isinstance(environment, dict)
+            self._report.environment = environment
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the report."""
+        if self._path:
+            self._report.spec = _spec_record(self._config)
+            self._report.seconds = round(time.monotonic() - self._started, 1)
+            self._report.write(Path(self._path))
+
+
+def suite_digest() -> str:
+    """Return the SHA-256 of the code that judges: the suite's tests and the harness they use."""
+    harness = Path(__file__).parent
+    files = [*harness.glob("*.py"), *(harness / "adapters").glob("*.py")]
+    if suite := _suite_folder():
+        files += suite.glob("*.py")
+    digest = hashlib.sha256()
+    for file in sorted(files, key=lambda file: file.name):
+        digest.update(f"{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def _suite_folder() -> Path | None:
+    """Return where the suite's tests are, without importing them."""
+    suite = find_spec("truetap.conformance")
+    return Path(suite.origin).parent if suite and suite.origin else None
+
+
+def _spec(config: pytest.Config, scratch: Path) -> EngineSpec:
+    from truetap.harness import boundaries, random_verifier, verifier
+
+    record = _spec_record(config)
+    if not record.get("model"):
+        record["model"] = str(random_verifier.tiny_llama(scratch / "tiny-llama"))
+    if not record.get("boundaries"):
+        facts = verifier.describe(Path(record["model"]))
+        record["boundaries"] = boundaries.eagle3(facts.num_blocks)
+    spec = EngineSpec(**record)
+    return replace(spec, boundaries=tuple(spec.boundaries))
+
+
+def _spec_record(config: pytest.Config) -> dict[str, Any]:
+    """Return the engine settings named on the command line, as plain JSON values."""
+    record: dict[str, Any] = {}
+    if file := config.getoption("spec", None):
+        record = json.loads(Path(file).read_text())
+    if model := config.getoption("model", None):
+        record["model"] = model
+    if listed := config.getoption("boundaries", None):
+        record["boundaries"] = [int(k) for k in listed.split(",")]
+    unknown = record.keys() - {field.name for field in fields(EngineSpec)}
+    if unknown:
+        raise pytest.UsageError(f"unknown engine settings: {', '.join(sorted(unknown))}")
+    return record
+
+
+def _has_gpu() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())
+
+
+def _say(sentence: str) -> None:
+    print(f"truetap: {sentence}", flush=True)  # noqa: T201

@@ -1,0 +1,111 @@
+"""The conformance report: what ran, what passed, what was seen.
+
+A report is conformant only if every MUST clause of its profile ran and passed. There is no
+percentage, and a run in which nothing ran is not green.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from truetap.harness import contract
+from truetap.harness.errors import IntegrityError, UsageError
+
+SCHEMA = "truetap/conformance-report/1"
+Outcome = Literal["pass", "fail", "error", "not_run"]
+Verdict = Literal["conformant", "non-conformant", "inconclusive"]
+_SEVERITY: tuple[Outcome, ...] = ("not_run", "pass", "error", "fail")
+
+
+@dataclass
+class ClauseResult:
+    """Outcome of one clause over all its cases."""
+
+    id: str
+    title: str
+    level: str
+    outcome: Outcome = "not_run"
+    cases: int = 0
+    saw: str = ""
+    """What was seen: the worst case's message, or what a passing case measured."""
+
+    def add(self, outcome: Outcome, saw: str) -> None:
+        """Count one more case; the worst outcome stays."""
+        self.cases += 1
+        if _SEVERITY.index(outcome) > _SEVERITY.index(self.outcome):
+            self.outcome, self.saw = outcome, saw
+
+
+@dataclass
+class Report:
+    """One run of the suite against one adapter in one environment."""
+
+    profile: str
+    evidence: str
+    """``live``, ``replay`` or ``surface``; only ``live`` certifies."""
+    adapter: str
+    spec: dict[str, Any]
+    suite_digest: str
+    started: str
+    environment: dict[str, Any] = field(default_factory=dict)
+    clauses: list[ClauseResult] = field(default_factory=list)
+    seconds: float = 0.0
+    schema: str = SCHEMA
+
+    @property
+    def verdict(self) -> Verdict:
+        """Conformant, not, or inconclusive: something could not be run."""
+        musts = [clause for clause in self.clauses if clause.level == "MUST"]
+        if any(clause.outcome == "fail" for clause in musts):
+            return "non-conformant"
+        if musts and all(clause.outcome == "pass" for clause in musts) and self.environment:
+            return "conformant"
+        return "inconclusive"
+
+    def write(self, path: Path) -> None:
+        """Write as JSON, atomically."""
+        document = asdict(self) | {"verdict": self.verdict}
+        scratch = path.with_name(path.name + ".partial")
+        scratch.write_text(json.dumps(document, indent=1) + "\n")
+        scratch.rename(path)
+
+
+def blank(profile: str, **facts: Any) -> Report:
+    """Return a report with every clause of ``profile`` not yet run."""
+    if profile not in contract.PROFILES:
+        raise UsageError(
+            f"there is no profile named {profile!r}",
+            remedy=f"profiles: {', '.join(contract.PROFILES)}",
+        )
+    clauses = [contract.CLAUSES[clause_id] for clause_id in contract.PROFILES[profile]]
+    return Report(
+        profile=profile,
+        clauses=[ClauseResult(clause.id, clause.title, clause.level) for clause in clauses],
+        **facts,
+    )
+
+
+def load(path: Path) -> Report:
+    """Read a report. The verdict is worked out again from the clauses, not believed."""
+    try:
+        document = json.loads(path.read_text())
+        if document.get("schema") != SCHEMA:
+            raise IntegrityError(
+                f"{path} is not a conformance report of a kind this truetap reads",
+                remedy="run truetap conform again",
+            )
+        document.pop("verdict", None)
+        clauses = [ClauseResult(**clause) for clause in document.pop("clauses")]
+        return Report(clauses=clauses, **document)
+    except FileNotFoundError:
+        raise UsageError(
+            f"there is no conformance report at {path}", remedy="run truetap conform first"
+        ) from None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise IntegrityError(
+            f"{path} is not a readable conformance report: {error}",
+            remedy="delete it and run truetap conform again",
+        ) from error

@@ -1,0 +1,274 @@
+"""The ``truetap`` command.
+
+Each verb does one stage; ``run`` does all of them in order. Verbs import what they need when they
+run, so that ``truetap --help`` stays instant.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from truetap.harness.model import EngineSpec
+    from truetap.pipeline.config import RunConfig
+    from truetap.pipeline.run_folder import RunFolder
+
+EPILOG = (
+    "Exit codes: 0 yes; 1 no (non-conformant, denied, failed check); 2 usage; 3 could not run; "
+    "4 integrity failure (bad digest); 130 interrupted."
+)
+CONFIG = click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
+MUTANT = click.option(
+    "--mutant",
+    metavar="FAULT",
+    help="Break the capture on purpose, to see the gate deny: first-boundary-only, off-by-one, "
+    "residual-missing, last-boundary-post-norm, rows-shifted, ... ('list' lists all).",
+)
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+
+
+@click.group(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="truetap")
+def app() -> None:
+    """Get hidden states out of an LLM engine, prove they are the right ones, train a draft on them.
+
+    Start with `truetap doctor`, then `truetap run examples/smollm2-cpu.toml`.
+    """
+
+
+def main() -> None:
+    """Run the command line; every expected failure is one sentence and a documented exit code."""
+    try:
+        code = app(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        code = 2
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted; run the same command again to continue", err=True)
+        code = 130
+    except TruetapError as error:
+        _tell(error)
+        code = error.exit_code
+    except OSError as error:
+        if error.errno not in _FULL_DISK:
+            raise
+        _tell(
+            CouldNotRun(
+                f"no space: {error}", remedy="free disk space and run again; finished work is kept"
+            )
+        )
+        code = 3
+    # An engine's threads may still wait for a process that was killed; do not wait with them.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code or 0)
+
+
+_FULL_DISK = (28, 122)  # ENOSPC, EDQUOT
+
+
+def _tell(error: TruetapError) -> None:
+    click.echo(f"truetap: {error}", err=True)
+    if error.remedy:
+        click.echo(f"remedy: {error.remedy}", err=True)
+
+
+def _console(*, quiet: bool = False) -> Console:
+    from rich.console import Console
+
+    # Keeps its own stream: engines redirect file descriptors while they start.
+    return Console(stderr=quiet, soft_wrap=True)
+
+
+class Stage:
+    """What every stage of a run works with."""
+
+    def __init__(self, path: Path, mutant: str | None, *, quiet: bool = False) -> None:
+        from truetap.pipeline import config, verifiers
+        from truetap.pipeline.run_folder import RunFolder
+
+        self.path, self.mutant = path, mutant
+        self.console = _console(quiet=quiet)
+        self.config: RunConfig = config.load(path)
+        self.adapter = self.config.capture.adapter
+        root = self.config.output
+        if mutant:
+            from truetap.harness.adapters.mutants import FAULTS
+
+            if mutant not in FAULTS:
+                listed = "\n".join(f"  {name}: {fault.says}" for name, fault in FAULTS.items())
+                raise UsageError(f"{mutant!r} is no mutant; there are:\n{listed}")
+            self.adapter = f"{mutant}@{self.adapter}"
+            # A broken capture never touches what the right one made.
+            root = root / "mutants" / mutant
+        self.folder: RunFolder = RunFolder(root)
+        self.model = verifiers.directory_of(self.config, self.console.print)
+        self.spec: EngineSpec = verifiers.spec_of(self.config, self.model)
+
+
+def _stage(verb: Callable[..., None]) -> Callable[..., None]:
+    """Give a verb its stage, holding the run folder meanwhile."""
+
+    @wraps(verb)
+    def run(config: Path, mutant: str | None = None, **options: Any) -> None:
+        stage = Stage(config, mutant, quiet=options.get("as_json", False))
+        with stage.folder.lock():
+            verb(stage, **options)
+
+    return run
+
+
+@app.command()
+@AS_JSON
+@click.option(
+    "--expect-env",
+    metavar="NAME",
+    help="Fail unless the engine is the one a tox environment names.",
+)
+def doctor(as_json: bool, expect_env: str | None) -> None:
+    """Say what can run here, what is missing and how to get it."""
+    from truetap.harness import doctor as examination
+
+    diagnosis = examination.examine()
+    if as_json:
+        click.echo(json.dumps(diagnosis.as_dict(), indent=1))
+    else:
+        examination.print_diagnosis(diagnosis, _console())
+    if expect_env:
+        examination.require_engine(expect_env)
+    if not diagnosis.can_run_demo:
+        raise CouldNotRun("something needed here is missing", remedy="see above")
+
+
+@app.command()
+@CONFIG
+@MUTANT
+@AS_JSON
+@_stage
+def conform(stage: Stage, as_json: bool) -> None:
+    """Put the run's capture path through the conformance suite, live; write a report.
+
+    To test another verifier or adapter without a configuration:
+    pytest --pyargs truetap.conformance --adapter NAME --model DIR
+    """
+    from truetap.harness.errors import CheckFailed
+    from truetap.pipeline import conform as suite
+
+    made = suite.conform(
+        stage.adapter, stage.spec, stage.config.gate.profile, stage.folder, stage.console
+    )
+    if as_json:
+        click.echo(stage.folder.report.read_text())
+    if made.verdict == "non-conformant":
+        raise CheckFailed(f"{made.adapter} is non-conformant")
+    if made.verdict == "inconclusive":
+        raise CouldNotRun(
+            f"{made.adapter}: not every clause could be judged",
+            remedy=f"see {stage.folder.report.parent / 'suite.log'}",
+        )
+
+
+@app.command()
+@CONFIG
+@MUTANT
+@_stage
+def certify(stage: Stage) -> None:
+    """Turn a conformant report with live evidence into a certificate, valid for 30 days."""
+    from truetap.pipeline import conform as suite
+
+    digest = suite.certify(stage.folder)
+    stage.console.print(
+        f"certificate {stage.folder.certificate} (sha256 {digest[:16]})", highlight=False
+    )
+
+
+@app.command()
+@CONFIG
+@MUTANT
+@AS_JSON
+@_stage
+def gate(stage: Stage, as_json: bool) -> None:
+    """Ask whether this run may go ahead: start its workers, compare them with the certificate."""
+    from truetap.pipeline import conform as suite
+    from truetap.pipeline import extract as extraction
+
+    decision = extraction.ask_gate(stage.config, stage.folder, binding=None)
+    if decision.allowed:
+        binding = suite.workers_binding(stage.adapter, stage.spec, stage.folder.logs / "gate")
+        decision = extraction.ask_gate(stage.config, stage.folder, binding=binding)
+    if as_json:
+        click.echo(json.dumps(decision.as_dict(), indent=1))
+    extraction.require_allowed(decision, stage.console)
+
+
+@app.command()
+@CONFIG
+@_stage
+def prepare(stage: Stage) -> None:
+    """Have the verifier answer the questions; write conversations with their loss masks."""
+    from truetap.pipeline import prepare as preparation
+
+    preparation.prepare(stage.config, stage.folder, stage.model, stage.console)
+
+
+@app.command()
+@CONFIG
+@_stage
+def extract(stage: Stage) -> None:
+    """Capture the conversations into verified shards, if the gate allows it."""
+    from truetap.pipeline import extract as extraction
+
+    extraction.extract(stage.config, stage.folder, stage.spec, stage.console)
+
+
+@app.command()
+@CONFIG
+@_stage
+def train(stage: Stage) -> None:
+    """Train an EAGLE-3 draft head on the shards; continue from the last checkpoint."""
+    from truetap.pipeline import train as training
+
+    training.train(stage.config, stage.folder, stage.spec, stage.console)
+
+
+@app.command()
+@CONFIG
+@AS_JSON
+@_stage
+def evaluate(stage: Stage, as_json: bool) -> None:
+    """Serve the head by speculative decoding; measure acceptance on held-out questions."""
+    from truetap.pipeline import evaluate as evaluation
+
+    evaluation.evaluate(stage.config, stage.folder, stage.model, stage.console)
+    if as_json:
+        click.echo((stage.folder.evaluate / "results.json").read_text())
+
+
+@app.command()
+@CONFIG
+@MUTANT
+def run(config: Path, mutant: str | None) -> None:
+    """Do all stages: conform, certify, gate, prepare, extract, train, evaluate, report.
+
+    A second run continues where the last one stopped, and redoes nothing that is finished.
+    """
+    from truetap.pipeline import run as whole
+
+    # Does not hold the folder itself: each stage does, in a process of its own.
+    stage = Stage(config, mutant)
+    whole.run(stage)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""The run's configuration: one TOML file, checked before anything runs."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from truetap.harness.errors import UsageError
+
+Positive = Annotated[int, Field(gt=0)]
+
+
+class _Table(BaseModel):
+    """A mistyped key is an error, not a silent default."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Verifier(_Table):
+    """The big model whose states are captured. Give exactly one of the two."""
+
+    builtin: Literal["smollm2-135m-instruct"] | None = None
+    directory: Path | None = None
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Verifier:
+        if (self.builtin is None) == (self.directory is None):
+            raise ValueError("give either builtin or directory")
+        return self
+
+
+class Capture(_Table):
+    """How hidden states are taken; a certificate is bound to all of it."""
+
+    adapter: str = "vllm_native"
+    boundaries: tuple[int, ...] | None = None
+    """Ascending; the last one gives the training targets. Default: EAGLE-3's set."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    tensor_parallel_size: Positive = 1
+    max_model_len: Positive = 512
+    max_num_batched_tokens: Positive = 1024
+    max_num_seqs: Positive = 32
+    enforce_eager: bool = True
+    enable_prefix_caching: bool = True
+
+
+class Gate(_Table):
+    """What a run demands of its certificate."""
+
+    profile: Literal["core"] = "core"
+
+
+class Data(_Table):
+    """Questions, and how the verifier answers them."""
+
+    questions: Path | None = None
+    """JSON lines with ``id`` and ``text``. Default: docstrings of Python's standard library."""
+    train: Positive = 280
+    validation: Positive = 20
+    heldout: Positive = 40
+    """Questions kept out of everything, the draft vocabulary included, for evaluation."""
+    max_answer_tokens: Positive = 96
+    temperature: Annotated[float, Field(ge=0)] = 0.7
+
+
+class Extract(_Table):
+    """How captures are stored."""
+
+    requests_per_shard: Positive = 50
+
+
+class Train(_Table):
+    """The EAGLE-3 draft head and its training."""
+
+    draft_vocabulary: Positive = 4096
+    epochs: Positive = 10
+    tokens_per_step: Positive = 512
+    """About how many tokens are packed into one step. On a CPU, attention is dense over a pack."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    mixed_precision: Literal["no", "bf16"] = "bf16"
+    test_time_steps: Positive = 3
+    """Draft steps unrolled in training (EAGLE-3's training-time test)."""
+    checkpoint_every: Positive = 100
+    """Steps between checkpoints, which is what an interruption can cost."""
+
+
+class Evaluate(_Table):
+    """Serving the head by speculative decoding."""
+
+    num_speculative_tokens: Positive = 3
+    max_tokens: Positive = 64
+    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = (0.0, 0.7)
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+
+
+class RunConfig(_Table):
+    """A whole run."""
+
+    output: Path
+    """Folder of the run; a second run continues what is there."""
+    seed: int = 0
+    verifier: Verifier
+    capture: Capture = Capture()
+    gate: Gate = Gate()
+    data: Data = Data()
+    extract: Extract = Extract()
+    train: Train = Train()
+    evaluate: Evaluate = Evaluate()
+
+
+def load(path: Path) -> RunConfig:
+    """Read and check a configuration; one sentence per mistake."""
+    try:
+        table = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(
+            f"there is no configuration at {path}", remedy="see examples/smollm2-cpu.toml"
+        ) from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path} is not readable TOML: {error}") from error
+    try:
+        return RunConfig.model_validate(table)
+    except ValidationError as error:
+        mistakes = [
+            f"{'.'.join(map(str, mistake['loc'])) or 'the file'}: {mistake['msg']}"
+            for mistake in error.errors()
+        ]
+        raise UsageError(
+            f"{path}: {'; '.join(mistakes)}",
+            remedy="the settings and their defaults are listed in pipeline/config.py",
+        ) from None

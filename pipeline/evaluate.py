@@ -1,0 +1,196 @@
+"""Serves the draft head by vLLM's own speculative decoding and measures what it saves.
+
+Held-out questions were used for nothing else: not for training, not for validation, not for the
+draft vocabulary. Beside the trained head the untrained one is served, and no head at all: greedy
+output must be the same in all three cases.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from truetap.harness.engine import Finished, Prompt, VllmEngine
+from truetap.harness.errors import CheckFailed, CouldNotRun, UsageError
+from truetap.harness.progress import bar
+from truetap.pipeline import run_folder
+from truetap.pipeline.config import RunConfig
+from truetap.pipeline.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+HEADS = ("none", "untrained", "trained")
+RESAMPLES = 2000
+
+
+def evaluate(config: RunConfig, folder: RunFolder, model: Path, console: Console) -> None:
+    """Measure every head at every temperature; write ``evaluate/results.json``."""
+    if not (folder.head / "truetap.json").exists():
+        raise UsageError(f"there is no trained head in {folder.root}", remedy="run truetap train")
+    folder.claim(
+        "evaluate",
+        config.evaluate.model_dump(mode="json")
+        | {"head": run_folder.read_json(folder.head / "truetap.json")},
+    )
+    questions = run_folder.read_lines(folder.heldout)
+    runs: list[dict[str, Any]] = []
+    for head in HEADS:
+        runs += _runs_of(head, config, folder, model, questions, console)
+    identical = _greedy_identical(runs)
+    results = {
+        "num_speculative_tokens": config.evaluate.num_speculative_tokens,
+        "heldout_prompts": len(questions),
+        "max_tokens": config.evaluate.max_tokens,
+        "greedy_identical": identical,
+        "runs": [{k: v for k, v in run.items() if k != "outputs"} for run in runs],
+    }
+    run_folder.write_json(folder.evaluate / "results.json", results)
+    _require_identical(identical, console)
+
+
+def _runs_of(
+    head: str,
+    config: RunConfig,
+    folder: RunFolder,
+    model: Path,
+    questions: Sequence[dict[str, Any]],
+    console: Console,
+) -> list[dict[str, Any]]:
+    """Measure one head at every temperature, in one engine; finished measurements are reused."""
+    settings = config.evaluate
+    # Without a head only the greedy run is needed: it is what the others must equal.
+    temperatures = settings.temperatures if head != "none" else (0.0,)
+    files = {t: folder.evaluate / f"{head}-{t:g}.json" for t in temperatures}
+    missing = [t for t in temperatures if not files[t].exists()]
+    if missing:
+        console.print(f"starting vLLM with head: {head}", highlight=False)
+        engine = VllmEngine(
+            _engine(head, config, folder, model), log=folder.logs / f"evaluate-{head}.log"
+        )
+        with engine:
+            for temperature in missing:
+                run = _measure(engine, head, temperature, config, questions, console)
+                run_folder.write_json(files[temperature], run)
+    return [run_folder.read_json(files[t]) for t in temperatures]
+
+
+def _engine(head: str, config: RunConfig, folder: RunFolder, model: Path) -> dict[str, Any]:
+    capture, settings = config.capture, config.evaluate
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "dtype": settings.dtype,
+        "tensor_parallel_size": capture.tensor_parallel_size,
+        "max_model_len": capture.max_model_len,
+        "max_num_batched_tokens": capture.max_num_batched_tokens,
+        "max_num_seqs": capture.max_num_seqs,
+        "enforce_eager": capture.enforce_eager,
+        "skip_tokenizer_init": True,
+        "seed": config.seed,
+    }
+    if head != "none":
+        draft = folder.head if head == "trained" else folder.untrained_head
+        arguments["speculative_config"] = {
+            "method": "eagle3",
+            "model": str(draft),
+            "num_speculative_tokens": settings.num_speculative_tokens,
+        }
+        arguments["per_request_spec_decode_metrics"] = "summary"
+    return arguments
+
+
+def _measure(
+    engine: VllmEngine,
+    head: str,
+    temperature: float,
+    config: RunConfig,
+    questions: Sequence[dict[str, Any]],
+    console: Console,
+) -> dict[str, Any]:
+    sampling = {
+        "max_tokens": config.evaluate.max_tokens,
+        "temperature": temperature,
+        "detokenize": False,
+    }
+    prompts = [Prompt(q["id"], q["token_ids"], sampling) for q in questions]
+    finished: dict[str, Finished] = {}
+    started = time.monotonic()
+    title = f"{head} head at temperature {temperature:g}"
+    with bar(console, title, len(prompts)) as progress:
+        for one in engine.generate(prompts):
+            finished[one.key] = one
+            progress.advance()
+    seconds = time.monotonic() - started
+    outputs = [finished[q["id"]] for q in questions]
+    tokens = sum(len(one.token_ids) for one in outputs)
+    return {
+        "head": head,
+        "temperature": temperature,
+        **acceptance(outputs, head, config.evaluate.num_speculative_tokens, config.seed),
+        "output_tokens": tokens,
+        "seconds": round(seconds, 2),
+        "tokens_per_s": round(tokens / seconds, 1),
+        "outputs": {q["id"]: finished[q["id"]].token_ids for q in questions},
+    }
+
+
+def acceptance(
+    outputs: Sequence[Finished], head: str, draft_tokens: int, seed: int
+) -> dict[str, Any]:
+    """Return acceptance length, its 95 % interval, and acceptance by draft position.
+
+    Acceptance length is the mean number of tokens a verifier step yields: 1 + accepted / steps.
+    The interval is a bootstrap over prompts, since steps of one answer are not independent.
+    """
+    if head == "none":
+        return {"acceptance_length": 1.0, "engine_steps_per_100_tokens": 100.0}
+    if any(one.accepted_histogram is None for one in outputs):
+        raise CouldNotRun(
+            "this vLLM does not report acceptance per request",
+            remedy="use a release that has per_request_spec_decode_metrics, such as 0.32.0",
+        )
+    counts = np.array([one.accepted_histogram for one in outputs], dtype=np.float64)
+    steps = counts.sum(1)
+    accepted = counts @ np.arange(draft_tokens + 1)
+    length = 1 + accepted.sum() / steps.sum()
+    rng = np.random.default_rng(seed)
+    picks = rng.integers(0, len(outputs), (RESAMPLES, len(outputs)))
+    lengths = 1 + accepted[picks].sum(1) / np.maximum(steps[picks].sum(1), 1)
+    low, high = np.quantile(lengths, (0.025, 0.975))
+    reached = counts.sum(0)[::-1].cumsum()[::-1]  # steps that accepted at least j tokens
+    return {
+        "acceptance_length": round(float(length), 4),
+        "acceptance_length_interval": [round(float(low), 4), round(float(high), 4)],
+        "per_position": [round(float(x), 4) for x in reached[1:] / steps.sum()],
+        "drafts": int(steps.sum()),
+        "accepted": int(accepted.sum()),
+        "engine_steps_per_100_tokens": round(100 / float(length), 1),
+    }
+
+
+def _greedy_identical(runs: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    greedy = {run["head"]: run["outputs"] for run in runs if run["temperature"] == 0}
+    plain = greedy["none"]
+    return {
+        head: [sum(outputs[key] == plain[key] for key in plain), len(plain)]
+        for head, outputs in greedy.items()
+        if head != "none"
+    }
+
+
+def _require_identical(identical: dict[str, list[int]], console: Console) -> None:
+    for head, (same, total) in identical.items():
+        console.print(
+            f"greedy output with the {head} head equals the output without it: {same} of {total}",
+            highlight=False,
+        )
+        if same != total:
+            raise CheckFailed(
+                f"{total - same} of {total} greedy answers differ with the {head} head",
+                remedy="serve in float32 (evaluate.dtype) to rule out rounding at near-ties; if "
+                "they still differ, speculative decoding is broken here",
+            )

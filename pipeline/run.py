@@ -1,0 +1,68 @@
+"""A whole run: every stage in order, each in a process of its own.
+
+Engines, torch and their environment settings never share a process, and a stage that dies takes
+nothing else with it. A stage looks at what is already in the run folder and does the rest, so
+running again after any interruption continues.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from truetap.harness import reaper
+from truetap.harness.errors import CheckFailed
+from truetap.pipeline import conform, extract, report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from truetap.pipeline.cli import Stage
+
+
+def run(stage: Stage) -> None:
+    """Run all stages; the gate stands before everything that costs time."""
+    reaper.watch_over_me()
+    began = time.monotonic()
+    config, folder, console = stage.config, stage.folder, stage.console
+    if conform.still_certified(stage.adapter, stage.spec, config.gate.profile, folder):
+        console.print("the capture path has a certificate made for these settings", highlight=False)
+    else:
+        _title(console, "conform")
+        _verb("conform", stage, accept=(0, 1, 3))
+        _title(console, "certify")
+        try:
+            digest = conform.certify(folder)
+            console.print(f"certificate issued (sha256 {digest[:16]})", highlight=False)
+        except CheckFailed as refused:
+            console.print(str(refused), style="red", highlight=False, markup=False)
+    _title(console, "gate")
+    extract.require_allowed(extract.ask_gate(config, folder, binding=None), console)
+    if stage.mutant:
+        console.print("a run with --mutant ends at the gate", highlight=False)
+        return
+    for verb in ("prepare", "extract", "train", "evaluate"):
+        _title(console, verb)
+        _verb(verb, stage)
+    _title(console, "report")
+    page = report.write_page(folder.root)
+    report.print_summary(report.load(folder.root), console)
+    console.print(f"report: {page}", highlight=False)
+    console.print(f"done in {(time.monotonic() - began) / 60:.1f} minutes", highlight=False)
+
+
+def _verb(verb: str, stage: Stage, accept: tuple[int, ...] = (0,)) -> None:
+    """Run one verb; end with its exit code if that is not accepted. It has told its reason."""
+    command = [sys.executable, "-m", "truetap.pipeline.cli", verb, str(stage.path)]
+    if stage.mutant:
+        command += ["--mutant", stage.mutant]
+    code = subprocess.run(command, check=False).returncode
+    if code not in accept:
+        # A negative code is a signal; the shell's convention keeps it apart from ours.
+        sys.exit(code if code >= 0 else 128 - code)
+
+
+def _title(console: Console, stage: str) -> None:
+    console.rule(f"[bold]{stage}", align="left", characters="-")

@@ -1,0 +1,163 @@
+"""The folder of one run: where each stage's results are, and what they were made from.
+
+A stage finds its own results and continues them. ``claim`` makes sure that they come from the same
+verifier and settings: results of another verifier are never mixed in, nor overwritten.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from truetap.harness.environment import differences
+from truetap.harness.errors import CouldNotRun, IntegrityError, UsageError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of one run."""
+
+    root: Path
+
+    @property
+    def report(self) -> Path:
+        """Conformance report of this run's capture path."""
+        return self.root / "conform" / "report.json"
+
+    @property
+    def certificate(self) -> Path:
+        """Certificate, present only if the capture path conforms."""
+        return self.root / "certificate.json"
+
+    @property
+    def conversations(self) -> Path:
+        """Questions with the verifier's answers, for training and validation."""
+        return self.root / "conversations.jsonl"
+
+    @property
+    def heldout(self) -> Path:
+        """Questions for evaluation only."""
+        return self.root / "heldout.jsonl"
+
+    @property
+    def shards(self) -> Path:
+        """Captured states."""
+        return self.root / "shards"
+
+    @property
+    def train(self) -> Path:
+        """Checkpoints and metrics of training."""
+        return self.root / "train"
+
+    @property
+    def head(self) -> Path:
+        """The trained draft head, as an engine loads it."""
+        return self.root / "head"
+
+    @property
+    def untrained_head(self) -> Path:
+        """The head before its first step, to compare with."""
+        return self.root / "head-untrained"
+
+    @property
+    def evaluate(self) -> Path:
+        """Acceptance measurements."""
+        return self.root / "evaluate"
+
+    @property
+    def logs(self) -> Path:
+        """What the engines printed."""
+        return self.root / "logs"
+
+    def claim(self, section: str, facts: Mapping[str, Any]) -> None:
+        """Record what a stage's results are made from, or refuse if they were made otherwise."""
+        path = self.root / "made-from.json"
+        known: dict[str, Any] = read_json(path) if path.exists() else {}
+        made_from = json.loads(json.dumps(facts))
+        if section in known and known[section] != made_from:
+            changed = [
+                text.replace("when certified", "then")
+                for text in differences(known[section], made_from)
+            ]
+            raise UsageError(
+                f"{self.root} holds results made otherwise: {'; '.join(changed)}",
+                remedy="choose another output folder, or delete this one",
+            )
+        if section not in known:
+            self.root.mkdir(parents=True, exist_ok=True)
+            write_json(path, known | {section: made_from})
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder; a second process working in it is refused."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CouldNotRun(
+                    f"another truetap is working in {self.root}",
+                    remedy="wait for it, or stop it",
+                ) from None
+            yield
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file that truetap wrote."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise IntegrityError(
+            f"{path} cannot be read: {error}", remedy="delete it and run the stage again"
+        ) from error
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file so that it is there whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".partial")
+    with scratch.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.rename(path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read a JSON-lines file; a last line torn by an interruption is cut off the file."""
+    if not path.exists():
+        return []
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    rows = []
+    for number, line in enumerate(whole.splitlines(), start=1):
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise TypeError("not an object")
+        except (ValueError, TypeError) as error:
+            raise IntegrityError(
+                f"line {number} of {path} is not valid: {error}",
+                remedy="delete the line, or the file, and run the stage again",
+            ) from error
+        rows.append(row)
+    return rows
+
+
+def append_line(path: Path, row: Mapping[str, Any]) -> None:
+    """Append one JSON line, durably."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
