@@ -105,7 +105,7 @@ def read_slot(
     typical = float(max(np.median(floors), np.finfo(np.float32).eps))
     excess = own / np.maximum(floors, typical)
     nearest_other = np.min(list(distances.values()), axis=0)
-    bad = (excess > ROW_EXCESS) & (own * MARGIN > nearest_other)
+    bad = ~np.isfinite(own) | (excess > ROW_EXCESS) & (own * MARGIN > nearest_other)
 
     medians = {name: float(np.median(rows)) for name, rows in distances.items()}
     mine = float(np.median(own))

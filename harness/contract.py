@@ -107,3 +107,8 @@ CLAUSES: dict[str, Clause] = {clause.id: clause for clause in _CLAUSES}
 
 PROFILES: dict[str, tuple[str, ...]] = {"core": tuple(CLAUSES)}
 """Clause ids that each profile requires to have run and passed."""
+
+
+def clauses_of(profile: str) -> tuple[str, ...]:
+    """Return the clause ids of a profile; of one that is unknown here, all there are."""
+    return PROFILES.get(profile, tuple(CLAUSES))

@@ -13,7 +13,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import textwrap
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,8 +30,11 @@ from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
 
 T = TypeVar("T")
 
-_ERROR_LINE = re.compile(r"\b\w*(Error|Exception): ")
-_LOG_PREFIX = re.compile(r"^.*?\] (?=\w*(Error|Exception))")
+# The last line of a traceback: as vLLM logs it at level ERROR, or as Python prints it. What vLLM
+# logs at level WARNING is harmless: without a tokenizer it does so at every start.
+_EXCEPTION = r"((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$"
+_LOGGED = re.compile(rf"^(?:\([^)]*\) )?ERROR [^\]]*\] {_EXCEPTION}")
+_PRINTED = re.compile(rf"^{_EXCEPTION}")
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,8 @@ class Finished:
     finish_reason: str
     prompt_logprobs: list[float] | None
     """Log-probability of each prompt token given those before it, from the second token on."""
+    logprobs: list[float] | None
+    """Log-probability of each generated token, before temperature, if asked for."""
     accepted_histogram: list[int] | None
     """With speculative decoding: entry j counts the verifier steps that accepted j draft tokens."""
 
@@ -77,6 +84,7 @@ class VllmEngine:
         self._usable = True
         self._processes: list[psutil.Process] = []
         log.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = log.stat().st_size if log.exists() else 0
         reaper.watch_over_me()
         before = set(psutil.Process().children(recursive=True))
         try:
@@ -175,7 +183,12 @@ class VllmEngine:
         reaper.kill(self._processes)
 
     def _failed(self, what: str, error: Exception) -> CouldNotRun:
-        cause = _root_cause(self._log) or f"{type(error).__name__}: {error}"
+        cause = f"{type(error).__name__}: {error}"
+        if "root cause" in cause:  # vLLM's way to say that another process failed
+            cause = _root_cause(self._log, self._log_start) or cause
+        with suppress(OSError), self._log.open("a") as log:
+            log.writelines(traceback.format_exception(error))
+        cause = textwrap.shorten(cause, 400, placeholder=" ...")
         return CouldNotRun(f"vLLM failed at {what}: {cause}", remedy=f"see {self._log}")
 
 
@@ -209,7 +222,7 @@ def _environment(tensor_parallel_size: int, *, eager: bool) -> Iterator[None]:
     """Set vLLM's environment, where the user has not, while its processes start and inherit it."""
     wanted = {
         # Workers are spawned: our process has threads, and a forked copy of them can deadlock.
-        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the CPU build takes far more by default
@@ -269,13 +282,17 @@ def _output_to(log: Path) -> Iterator[None]:
         os.close(target)
 
 
-def _root_cause(log: Path) -> str:
-    """Return the first error that the engine's processes logged in their last traceback."""
+def _root_cause(log: Path, start: int = 0) -> str:
+    """Return the first exception that the engine's processes wrote after byte ``start``.
+
+    The first is the cause: vLLM's other processes then fail because of it.
+    """
     with suppress(OSError):
-        lines = log.read_text(errors="replace")[-200_000:].splitlines()
-        errors = [line for line in lines if _ERROR_LINE.search(line)]
-        if errors:
-            return _LOG_PREFIX.sub("", errors[0]).strip()
+        lines = log.read_bytes()[start:].decode(errors="replace").splitlines()
+        for kind in (_LOGGED, _PRINTED):
+            for line in lines:
+                if found := kind.match(line):
+                    return found[1].strip()
     return ""
 
 
@@ -289,6 +306,7 @@ def _finished(output: Any, prompt: Prompt) -> Finished:
                 output.prompt_logprobs[1:], list(prompt.token_ids)[1:], strict=True
             )
         ]
+    chosen = completion.logprobs
     accepted = getattr(completion, "spec_decode_metrics", None)
     return Finished(
         key=prompt.key,
@@ -296,6 +314,11 @@ def _finished(output: Any, prompt: Prompt) -> Finished:
         text=completion.text,
         finish_reason=str(completion.finish_reason),
         prompt_logprobs=logprobs,
+        logprobs=chosen
+        and [
+            float(entry[token].logprob)
+            for entry, token in zip(chosen, completion.token_ids, strict=True)
+        ],
         accepted_histogram=list(accepted.histogram) if accepted else None,
     )
 

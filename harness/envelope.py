@@ -44,8 +44,9 @@ def seal(
     except Exception as error:
         sealed["error"] = {
             "type": type(error).__name__,
-            "message": str(error),
-            "errno": getattr(error, "errno", None),
+            # The serialiser dies of what is not UTF-8, as the name of a file can be.
+            "message": str(error).encode(errors="backslashreplace").decode(),
+            "errno": error.errno if isinstance(error, OSError) else None,
         }
     return sealed
 
@@ -90,6 +91,8 @@ def problems(replies: Any, *, nonce: str, world_size: int) -> list[str]:
             found.append(f"reply {position} comes from rank {reply.get('rank')!r}")
         if reply.get("world_size") != world_size:
             found.append(f"reply {position} says world size {reply.get('world_size')!r}")
+        if not isinstance(reply.get("payload", reply.get("error")), Mapping):
+            found.append(f"reply {position} holds neither a payload nor an error")
     return found
 
 

@@ -57,7 +57,7 @@ def differences(certified: Mapping[str, Any], present: Mapping[str, Any]) -> lis
     return [
         f"{name} was {was.get(name, 'absent')!r} when certified and is {now.get(name, 'absent')!r}"
         for name in sorted(was.keys() | now.keys())
-        if was.get(name) != now.get(name)
+        if was.get(name, "absent") != now.get(name, "absent")
     ]
 
 

@@ -54,7 +54,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if "gpu" in wanted and "not gpu" not in wanted and not _has_gpu():
         pytest.exit("no GPU here: GPU tests cannot run, which is not a pass", returncode=3)
     if not hasattr(config, "workerinput"):  # xdist's workers leave reporting to their controller
-        config.pluginmanager.register(_Reporter(config), "truetap-reporter")
+        try:
+            reporter = _Reporter(config)
+        except UsageError as wrong:
+            raise pytest.UsageError(f"{wrong}; {wrong.remedy}") from None
+        config.pluginmanager.register(reporter, "truetap-reporter")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,7 +66,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     suite = _suite_folder()
     for item in items:
         mark = item.get_closest_marker("clause")
-        if mark is not None and mark.args[0] in contract.CLAUSES:
+        if mark is not None and mark.args and mark.args[0] in contract.CLAUSES:
             item.user_properties.append((_CLAUSE, mark.args[0]))
         elif mark is not None or item.path.parent == suite:
             raise pytest.UsageError(f"{item.nodeid} names no clause of the contract")
@@ -92,10 +96,11 @@ class SuiteRun:
         name = self._config.getoption("adapter")
         if not name:
             raise UsageError("name the adapter under test", remedy="--adapter vllm_native")
+        adapter = registry.find(name)
         spec = _spec(self._config, self._scratch)
         started = time.monotonic()
         _say(f"opening {name}")
-        self._session = registry.find(name).open(spec, scratch=self._scratch)
+        self._session = adapter.open(spec, scratch=self._scratch)
         _say(f"{name} is up after {time.monotonic() - started:.0f} s")
         self.environment = asdict(self._session.environment())
         reference = Reference(Path(spec.model), spec.dtype)
@@ -130,7 +135,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             message = str(call.excinfo.value).strip() or call.excinfo.typename
             expected = isinstance(call.excinfo.value, (AssertionError, pytest.fail.Exception))
             kind = "fail" if call.when == "call" and expected else "error"
-            outcome.user_properties.append((_SAW, f"{kind}|{message.splitlines()[0]}"))
+            sentence = message.splitlines()[0]
+            if remedy := getattr(call.excinfo.value, "remedy", ""):
+                sentence += f"; {remedy}"
+            outcome.user_properties.append((_SAW, f"{kind}|{sentence}"))
         if run := item.config.stash.get(_RUN, None):
             outcome.user_properties.append((_ENVIRONMENT, run.environment))
     return outcome
@@ -147,11 +155,10 @@ class _Reporter:
             config.getoption("profile", "core"),
             evidence="live",
             adapter=adapter,
-            spec={},
+            spec=_spec_record(config),
             suite_digest=suite_digest(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
         )
-        self._config = config
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Count one phase of a clause's test."""
@@ -173,7 +180,6 @@ class _Reporter:
     def pytest_sessionfinish(self) -> None:
         """Write the report."""
         if self._path:
-            self._report.spec = _spec_record(self._config)
             self._report.seconds = round(time.monotonic() - self._started, 1)
             self._report.write(Path(self._path))
 
@@ -212,12 +218,15 @@ def _spec(config: pytest.Config, scratch: Path) -> EngineSpec:
 def _spec_record(config: pytest.Config) -> dict[str, Any]:
     """Return the engine settings named on the command line, as plain JSON values."""
     record: dict[str, Any] = {}
-    if file := config.getoption("spec", None):
-        record = json.loads(Path(file).read_text())
-    if model := config.getoption("model", None):
-        record["model"] = model
-    if listed := config.getoption("boundaries", None):
-        record["boundaries"] = [int(k) for k in listed.split(",")]
+    try:
+        if file := config.getoption("spec", None):
+            record = dict(json.loads(Path(file).read_text()))
+        if model := config.getoption("model", None):
+            record["model"] = model
+        if listed := config.getoption("boundaries", None):
+            record["boundaries"] = [int(k) for k in listed.split(",")]
+    except (OSError, ValueError, TypeError) as error:
+        raise pytest.UsageError(f"the engine settings cannot be read: {error}") from None
     unknown = record.keys() - {field.name for field in fields(EngineSpec)}
     if unknown:
         raise pytest.UsageError(f"unknown engine settings: {', '.join(sorted(unknown))}")

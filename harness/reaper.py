@@ -59,8 +59,7 @@ def _reap(owner_pid: int) -> None:
         return
     me = os.getpid()
     known: set[psutil.Process] = set()
-    # A zombie owner is as gone as a missing one: its parent has just not looked yet.
-    while owner.is_running() and owner.status() != psutil.STATUS_ZOMBIE:
+    while _alive(owner):
         for parent in [owner, *known]:
             try:
                 known.update(p for p in parent.children(recursive=True) if p.pid != me)
@@ -69,6 +68,14 @@ def _reap(owner_pid: int) -> None:
         known = {process for process in known if process.is_running()}
         time.sleep(POLL_S)
     kill(list(known))
+
+
+def _alive(process: psutil.Process) -> bool:
+    # A zombie is as gone as a missing process: its parent has just not looked yet.
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 if __name__ == "__main__":

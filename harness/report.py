@@ -61,9 +61,20 @@ class Report:
         musts = [clause for clause in self.clauses if clause.level == "MUST"]
         if any(clause.outcome == "fail" for clause in musts):
             return "non-conformant"
-        if musts and all(clause.outcome == "pass" for clause in musts) and self.environment:
+        passed = bool(musts) and all(clause.outcome == "pass" for clause in musts)
+        if passed and self.environment and not self.absent:
             return "conformant"
         return "inconclusive"
+
+    @property
+    def absent(self) -> list[str]:
+        """MUST clauses of the profile that are not in the report as such."""
+        listed = {clause.id for clause in self.clauses if clause.level == "MUST"}
+        return [
+            clause_id
+            for clause_id in contract.clauses_of(self.profile)
+            if contract.CLAUSES[clause_id].level == "MUST" and clause_id not in listed
+        ]
 
     def write(self, path: Path) -> None:
         """Write as JSON, atomically."""
@@ -99,13 +110,26 @@ def load(path: Path) -> Report:
             )
         document.pop("verdict", None)
         clauses = [ClauseResult(**clause) for clause in document.pop("clauses")]
-        return Report(clauses=clauses, **document)
+        return _checked(Report(clauses=clauses, **document))
     except FileNotFoundError:
         raise UsageError(
             f"there is no conformance report at {path}", remedy="run truetap conform first"
         ) from None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise IntegrityError(
             f"{path} is not a readable conformance report: {error}",
             remedy="delete it and run truetap conform again",
         ) from error
+
+
+def _checked(loaded: Report) -> Report:
+    """Raise TypeError where a field that is read later is of another type."""
+    for name in ("profile", "evidence", "adapter", "suite_digest"):
+        if not isinstance(getattr(loaded, name), str):
+            raise TypeError(f"{name} is not text")
+    if not isinstance(loaded.environment, dict):
+        raise TypeError("environment is not a table")
+    for clause in loaded.clauses:
+        if not isinstance(clause.id, str) or clause.outcome not in _SEVERITY:
+            raise TypeError(f"there is no clause {clause.id!r} with outcome {clause.outcome!r}")
+    return loaded

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,7 @@ def write_partial(
     one entry a token. Nothing is left behind if the write fails. ``publish`` makes it a shard.
     """
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     counts = torch.tensor([0, *(len(ids) for ids in token_ids)])
@@ -57,8 +59,12 @@ def write_partial(
         partial.chmod(0o644)  # safetensors makes files that only their owner can read
         with partial.open("rb") as written:
             os.fsync(written.fileno())
-    except Exception:
+    except Exception as error:
         partial.unlink(missing_ok=True)
+        # safetensors tells a full disk and the like in its message only.
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if isinstance(error, SafetensorError) and number:
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(partial)) from error
         raise
     return {name: digest(tensor) for name, tensor in tensors.items()}
 

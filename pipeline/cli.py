@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -60,15 +61,13 @@ def main() -> None:
     except TruetapError as error:
         _tell(error)
         code = error.exit_code
-    except OSError as error:
-        if error.errno not in _FULL_DISK:
-            raise
-        _tell(
-            CouldNotRun(
-                f"no space: {error}", remedy="free disk space and run again; finished work is kept"
-            )
-        )
-        code = 3
+    except Exception as error:
+        code = CouldNotRun.exit_code
+        if isinstance(error, OSError) and error.errno in _FULL_DISK:
+            remedy = "free disk space and run again; finished work is kept"
+            _tell(CouldNotRun(f"no space: {error}", remedy=remedy))
+        else:  # a defect of ours; Python's own exit code for it would read as "no"
+            traceback.print_exc()
     # An engine's threads may still wait for a process that was killed; do not wait with them.
     sys.stdout.flush()
     sys.stderr.flush()

@@ -36,7 +36,7 @@ class Capture(_Table):
     """How hidden states are taken; a certificate is bound to all of it."""
 
     adapter: str = "vllm_native"
-    boundaries: tuple[int, ...] | None = None
+    boundaries: Annotated[tuple[int, ...], Field(min_length=2)] | None = None
     """Ascending; the last one gives the training targets. Default: EAGLE-3's set."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     tensor_parallel_size: Positive = 1
@@ -101,7 +101,7 @@ class RunConfig(_Table):
 
     output: Path
     """Folder of the run; a second run continues what is there."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     verifier: Verifier
     capture: Capture = Capture()
     gate: Gate = Gate()

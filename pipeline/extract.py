@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -191,15 +191,24 @@ def _unfinished(store: Store, jobs: Sequence[_Job], console: Console) -> list[_J
     entries, todo = store.entries(), []
     for job in jobs:
         entry = entries.get(job.name)
-        if entry is None or entry["ids"] != [c.id for c in job.conversations]:
+        if entry is None or entry.get("ids") != [c.id for c in job.conversations]:
             todo.append(job)
             continue
         try:
-            store.verified(entry)
+            held = store.verified(entry)
         except IntegrityError as bad:
             console.print(f"{bad}; it will be redone", style="yellow", highlight=False)
             todo.append(job)
+            continue
+        wanted = [pair for c in job.conversations for pair in _pairs(c)]
+        pairs = zip(held["token_ids"].tolist(), held["loss_mask"].tolist(), strict=True)
+        if list(pairs) != wanted:  # answered anew under the same ids
+            todo.append(job)
     return todo
+
+
+def _pairs(conversation: Conversation) -> Iterator[tuple[int, int]]:
+    return zip(conversation.token_ids, conversation.loss_mask, strict=True)
 
 
 def _require_space(store: Store, todo: Sequence[_Job], spec: EngineSpec) -> None:

@@ -7,6 +7,7 @@ answer's tokens; that is checked on the text.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from truetap.harness import verifier
 from truetap.harness.engine import Finished, Prompt, VllmEngine
-from truetap.harness.errors import CheckFailed, CouldNotRun, UsageError
+from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, UsageError
 from truetap.harness.progress import bar
 from truetap.pipeline import run_folder
 from truetap.pipeline.config import RunConfig
@@ -82,10 +83,16 @@ def load(folder: RunFolder) -> list[Conversation]:
         raise UsageError(
             f"there are no conversations in {folder.root}", remedy="run truetap prepare first"
         )
-    conversations = [
-        Conversation(row["id"], row["split"], tuple(row["token_ids"]), row["prompt_tokens"])
-        for row in rows
-    ]
+    try:
+        conversations = [
+            Conversation(row["id"], row["split"], tuple(row["token_ids"]), row["prompt_tokens"])
+            for row in rows
+        ]
+    except KeyError as missing:
+        raise IntegrityError(
+            f"{folder.conversations} has a line without {missing}",
+            remedy="delete the line, or the file, and run truetap prepare again",
+        ) from None
     return sorted(conversations, key=lambda c: (c.split != "train", c.id))
 
 
@@ -99,7 +106,7 @@ def load_tokenizer(model: Path) -> Any:
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises plain Exception on a bad file
         raise UsageError(f"{model} has no tokenizer that can be loaded: {error}") from error
     if not tokenizer.chat_template:
         raise UsageError(
@@ -150,17 +157,9 @@ def _texts(config: RunConfig) -> list[tuple[str, str]]:
             docstrings.stdlib_questions(config.seed), train=seen, heldout=data.heldout
         )
         return [(question.id, question.text) for question in [*heldout, *train]]
-    if not data.questions.is_file():
-        raise UsageError(f"data.questions names {data.questions}, which is not a file")
-    rows = run_folder.read_lines(data.questions)
     texts: dict[str, str] = {}
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row.get("id"), str) or not str(row.get("text") or "").strip():
-            raise UsageError(
-                f"line {number} of {data.questions} lacks an id or a text",
-                remedy='each line is like {"id": "q1", "text": "What is a list?"}',
-            )
-        texts.setdefault(row["id"], row["text"])
+    for question_id, text in _lines(data.questions):
+        texts.setdefault(question_id, text)
     if len(set(texts.values())) < seen + data.heldout:
         raise UsageError(
             f"{data.questions} has {len(set(texts.values()))} different questions where "
@@ -170,6 +169,31 @@ def _texts(config: RunConfig) -> list[tuple[str, str]]:
     unique = {text: question_id for question_id, text in reversed(texts.items())}
     pairs = [(question_id, text) for text, question_id in reversed(unique.items())]
     return pairs[: seen + data.heldout]
+
+
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (id, text) of a question file, which is the user's: it is only read."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"data.questions names {path}, which cannot be read: {error}",
+            remedy="give a file of JSON lines, or leave data.questions out",
+        ) from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            question_id, text = row["id"], row["text"]
+            if not (isinstance(question_id, str) and isinstance(text, str) and text.strip()):
+                raise ValueError("not text")
+        except (ValueError, TypeError, KeyError):
+            raise UsageError(
+                f"line {number} of {path} lacks an id or a text",
+                remedy='each line is like {"id": "q1", "text": "What is a list?"}',
+            ) from None
+        yield question_id, text
 
 
 def _engine(config: RunConfig, model: Path) -> dict[str, Any]:
@@ -231,13 +255,21 @@ def require_masked_text(conversation: Conversation, answer: str, tokenizer: Any)
             remedy="the verifier answered nothing: look at the question and the chat template",
         )
     text = tokenizer.decode(masked, skip_special_tokens=True)
-    # An answer cut at its length limit can end inside a character, which each decoder shows its
-    # own way; what comes before must agree.
-    if text.rstrip("�").strip() != answer.rstrip("�").strip():
+    if _comparable(text) != _comparable(answer):
         raise CheckFailed(
             f"the masked text of conversation {conversation.id!r} is {text[:60]!r}..., the "
             f"assistant's is {answer[:60]!r}..."
         )
+
+
+def _comparable(text: str) -> str:
+    """Return a decoded answer without what decoders differ in.
+
+    A character cut off by the length limit is shown in several ways, and only some keep a first
+    space. A first line break stays: in most templates it is the prompt's last token, and the only
+    thing that shows a mask which starts one token early.
+    """
+    return text.rstrip("�").rstrip().lstrip(" ")
 
 
 def _check_mask_share(conversations: Sequence[Conversation]) -> None:

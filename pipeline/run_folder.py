@@ -96,8 +96,14 @@ class RunFolder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the folder; a second process working in it is refused."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / ".lock").open("w") as file:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            file = (self.root / ".lock").open("w")
+        except (FileExistsError, NotADirectoryError, PermissionError) as error:
+            raise UsageError(
+                f"the output folder cannot be used: {error}", remedy="choose another output folder"
+            ) from error
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -72,7 +72,7 @@ class Store:
             raise IntegrityError(f"shard {path} is missing", remedy=REDO) from None
         except Exception as error:  # safetensors has its own error type, and corrupt headers many
             raise IntegrityError(f"shard {path} cannot be read: {error}", remedy=REDO) from error
-        if wrong := shard.mismatches(tensors, entry["digests"]):
+        if wrong := shard.mismatches(tensors, entry.get("digests", {})):
             raise IntegrityError(
                 f"shard {path} is corrupt: {', '.join(wrong)} differ from the recorded digests",
                 remedy=REDO,

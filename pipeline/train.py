@@ -12,9 +12,12 @@ import math
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
 
 from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, UsageError
 from truetap.harness.model import EngineSpec
@@ -115,6 +118,7 @@ def build_head(config: RunConfig, spec: EngineSpec, vocabulary: Sequence[int]) -
         num_layers=1,
         draft_vocab_size=len(kept),
         norm_before_residual=False,
+        norm_before_fc=True,
         ttt_steps=config.train.test_time_steps,
         target_layer_ids=list(spec.boundaries[:-1]),
         verifier_name_or_path=spec.model,
@@ -218,10 +222,11 @@ def _loop(
             batch = _on(pack([training[i] for i in step.samples]), accelerator.device)
             prepared.train()
             _, value, measured = prepared(**batch, **loss)
-            _require_finite(value.item(), step)
+            _require_finite("loss", value.item(), step)
             optimizer.zero_grad()
             accelerator.backward(value)
-            accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+            norm = accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+            _require_finite("gradient's norm", norm.item(), step)
             optimizer.step()
             scheduler.step()
             tokens += batch["input_ids"].numel()
@@ -298,10 +303,10 @@ def _row(kind: str, step: _Step, measured: Mapping[str, Any], steps: int) -> dic
     }
 
 
-def _require_finite(loss: float, step: _Step) -> None:
-    if not math.isfinite(loss):
+def _require_finite(name: str, value: float, step: _Step) -> None:
+    if not math.isfinite(value):
         raise CheckFailed(
-            f"the loss is {loss} at step {step.number}; nothing was saved after the last "
+            f"the {name} is {value} at step {step.number}; nothing was saved after the last "
             "checkpoint",
             remedy="lower train.learning_rate; truetap run continues from the last checkpoint",
         )
@@ -312,8 +317,9 @@ def _checkpoint(accelerator: Any, folder: RunFolder, step: _Step) -> None:
     target = folder.train / f"checkpoint-{step.number:06d}"
     scratch = target.with_name(target.name + ".partial")
     shutil.rmtree(scratch, ignore_errors=True)
-    accelerator.save_state(str(scratch))
-    run_folder.write_json(scratch / "step.json", {"step": step.number})
+    with _writing(target):
+        accelerator.save_state(str(scratch))
+        run_folder.write_json(scratch / "step.json", {"step": step.number})
     shutil.rmtree(target, ignore_errors=True)
     scratch.rename(target)
     for old in _checkpoints(folder)[:-KEPT_CHECKPOINTS]:
@@ -334,7 +340,7 @@ def _resume(accelerator: Any, folder: RunFolder) -> int:
     try:
         done = int(run_folder.read_json(newest / "step.json")["step"])
         accelerator.load_state(str(newest))
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
+    except Exception as error:  # torch, pickle and safetensors each have their own
         raise IntegrityError(
             f"checkpoint {newest} cannot be read: {error}",
             remedy="delete it; training continues from the one before",
@@ -380,10 +386,23 @@ def _export(model: Any, target: Path, card: Mapping[str, Any]) -> None:
     """Write the head as an engine loads it, with what it was made from beside it."""
     scratch = target.with_name(target.name + ".partial")
     shutil.rmtree(scratch, ignore_errors=True)
-    model.save_pretrained(scratch)
-    run_folder.write_json(scratch / "truetap.json", dict(card))
+    with _writing(target):
+        model.save_pretrained(scratch)
+        run_folder.write_json(scratch / "truetap.json", dict(card))
     shutil.rmtree(target, ignore_errors=True)
     scratch.rename(target)
+
+
+@contextmanager
+def _writing(target: Path) -> Iterator[None]:
+    """Turn what torch and safetensors raise on a full disk, which is no OSError, into ours."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CouldNotRun(
+            f"{target} cannot be written: {error}",
+            remedy="free disk space and run again; training continues from the last checkpoint",
+        ) from error
 
 
 def _vocabulary_size(spec: EngineSpec) -> int:

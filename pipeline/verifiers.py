@@ -28,16 +28,24 @@ def spec_of(config: RunConfig, directory: Path) -> EngineSpec:
     """Return the engine settings of a run's captures; refuses boundaries the verifier lacks."""
     facts = verifier.describe(directory)
     settings = config.capture.model_dump(exclude={"adapter", "boundaries"})
-    wanted = config.capture.boundaries or boundaries.eagle3(facts.num_blocks)
+    wanted = boundaries.check(
+        config.capture.boundaries or boundaries.eagle3(facts.num_blocks), facts.num_blocks
+    )
     if config.capture.max_model_len > facts.max_positions:
         raise UsageError(
             f"capture.max_model_len is {config.capture.max_model_len}, but {facts.name} has "
             f"{facts.max_positions} positions",
             remedy=f"set it to {facts.max_positions} or less",
         )
+    if wanted[-1] != facts.num_blocks:
+        raise UsageError(
+            f"capture.boundaries ends with {wanted[-1]}; the training targets need the state after "
+            f"the last of {facts.num_blocks} blocks",
+            remedy=f"add {facts.num_blocks} to capture.boundaries",
+        )
     return EngineSpec(
         model=str(directory),
-        boundaries=boundaries.check(wanted, facts.num_blocks),
+        boundaries=wanted,
         seed=config.seed,
         **settings,
     )

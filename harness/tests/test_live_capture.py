@@ -1,0 +1,164 @@
+"""The native capture path on a real vLLM: right at TP=1 and TP=2, every mutant of it caught."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from truetap.harness import boundaries, envelope
+from truetap.harness.errors import CouldNotRun, UsageError
+from truetap.harness.model import CaptureRequest, EngineSpec
+
+pytestmark = [pytest.mark.live, pytest.mark.torch, pytest.mark.slow]
+
+DEADLINE_S = 300
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
+    """A twelve-block random Llama."""
+    from truetap.harness import random_verifier
+
+    model = random_verifier.tiny_llama(tmp_path_factory.mktemp("verifier") / "tiny-llama")
+    return EngineSpec(
+        model=str(model),
+        boundaries=boundaries.eagle3(12),
+        max_num_batched_tokens=256,  # less than one prompt: prefill is chunked
+        startup_deadline_s=DEADLINE_S,
+    )
+
+
+@pytest.fixture(scope="module")
+def session(spec: EngineSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """One engine that captures what all mutants need to see."""
+    from truetap.harness.adapters import mutants
+    from truetap.harness.adapters.vllm_native import VllmNativeAdapter
+
+    seen = replace(spec, boundaries=mutants.boundaries_for(spec.boundaries, 1))
+    opened = VllmNativeAdapter().open(seen, scratch=tmp_path_factory.mktemp("scratch"))
+    with closing(opened):
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def verdicts(spec: EngineSpec, session: object) -> dict[str, dict[str, str]]:
+    """What every fault's failing clauses saw, by fault; one reference for all."""
+    from truetap.conformance import judge
+    from truetap.harness.adapters import mutants
+    from truetap.harness.observation import observe
+    from truetap.harness.reference import Reference, ReferenceStates
+
+    reference = Reference(Path(spec.model), spec.dtype)
+    references: dict[str, ReferenceStates] = {}
+    found = {}
+    for fault in mutants.FAULTS:
+        mutant = mutants.MutantSession(fault, session, spec)  # type: ignore[arg-type]
+        found[fault] = judge.failures(observe(mutant, spec, reference, references))
+    return found
+
+
+def test_the_real_capture_is_flagged_by_no_clause(verdicts: dict[str, dict[str, str]]) -> None:
+    assert verdicts["none"] == {}
+
+
+def test_every_mutant_is_caught_by_its_clause(verdicts: dict[str, dict[str, str]]) -> None:
+    from truetap.harness.adapters.mutants import FAULTS
+
+    missed = [f for f, fault in FAULTS.items() if fault.caught_by not in {*verdicts[f], ""}]
+    assert missed == []
+
+
+def test_the_suite_names_what_a_slot_really_holds(verdicts: dict[str, dict[str, str]]) -> None:
+    saw = {fault: failures.get("LAYERS-001", "") for fault, failures in verdicts.items()}
+    assert "the slot for boundary 6 holds boundary 2" in saw["first-boundary-only"]
+    assert "the slot for boundary 12 holds boundary 11" in saw["off-by-one"]
+    assert "holds the output of block 6 without the residual" in saw["residual-missing"]
+    assert "holds boundary 12 after the final norm" in saw["last-boundary-post-norm"]
+    assert "of the token before" in saw["rows-shifted"]
+
+
+def test_a_prompt_past_the_limit_is_refused_and_the_session_lives(session: object) -> None:
+    capture = session.capture  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="'long' has 511 tokens"):
+        capture([CaptureRequest("long", tuple([3] * 511))])
+    batch = capture([CaptureRequest("longest", tuple([3] * 510))])
+    assert batch.captures[0].states.shape[0] == 510
+
+
+def test_nothing_is_captured_before_the_first_request_nor_kept(
+    session: object, tmp_path: Path
+) -> None:
+    """A flush for a key that no request had reports it missing and writes nothing."""
+    engine = session._engine  # type: ignore[attr-defined]
+    path = tmp_path / "none.safetensors"
+    nonce = envelope.new_nonce()
+    reply = engine.rpc("truetap_flush", nonce, str(path), ["never"], [b""])
+    (payload,) = envelope.unseal(reply, nonce=nonce, world_size=1, method="truetap_flush")
+    assert payload == {"missing": ["never"], "rows": 0, "digests": {}}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_suite_passes_at_tensor_parallel_two(spec: EngineSpec, tmp_path: Path) -> None:
+    (tmp_path / "spec.json").write_text(json.dumps(asdict(replace(spec, tensor_parallel_size=2))))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "--pyargs", "truetap.conformance"),
+            *("--adapter", "vllm_native", "--spec", "spec.json", "--report", "report.json"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["verdict"] == "conformant"
+    assert report["environment"]["binding"]["world_size"] == 2
+    (reply,) = [clause for clause in report["clauses"] if clause["id"] == "REPLY-001"]
+    assert "all 2 ranks" in reply["saw"]
+
+
+def test_a_stopped_engine_is_killed_at_the_deadline_and_never_reused(
+    spec: EngineSpec, tmp_path: Path
+) -> None:
+    """SIGSTOP makes a real hang: the client alone would wait for ever."""
+    from truetap.harness.adapters.vllm_native import VllmNativeAdapter
+
+    before = set(psutil.Process().children(recursive=True))
+    opened = VllmNativeAdapter().open(replace(spec, call_deadline_s=5), scratch=tmp_path)
+    engine = [
+        p
+        for p in psutil.Process().children(recursive=True)
+        if p not in before and "truetap.harness.reaper" not in p.cmdline()
+    ]
+    with closing(opened):
+        for process in engine:
+            os.kill(process.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(CouldNotRun, match="did not answer truetap_facts within 5 s"):
+            opened.environment()
+        assert time.monotonic() - began < 20
+        with pytest.raises(CouldNotRun, match="ended after an earlier failure"):
+            opened.environment()
+    assert not [p for p in engine if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_an_unserialisable_reply_fails_in_seconds(spec: EngineSpec, tmp_path: Path) -> None:
+    """A worker method of vLLM's own that returns a module: the encoder dies, the caller hangs."""
+    from truetap.harness.adapters.vllm_native import VllmNativeAdapter
+
+    opened = VllmNativeAdapter().open(replace(spec, call_deadline_s=8), scratch=tmp_path)
+    with closing(opened), pytest.raises(CouldNotRun, match="get_model"):
+        opened._engine.rpc("get_model")

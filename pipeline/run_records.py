@@ -1,0 +1,193 @@
+"""Reads what a run has left in its folder: records of the JSON files that its stages write.
+
+A file that is absent means a stage that was not reached; a file that cannot be read is an
+``IntegrityError``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from truetap.harness import certificate, report
+from truetap.harness.certificate import Certificate
+from truetap.harness.errors import IntegrityError, UsageError
+from truetap.harness.report import ClauseResult, Report
+from truetap.pipeline.run_folder import RunFolder, read_json, read_lines
+from truetap.pipeline.store import Store
+
+
+class _Record(BaseModel):
+    """A recorded fact. Fields that nobody here asks for are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class AnsweredQuestion(_Record):
+    """One line of ``conversations.jsonl``."""
+
+    split: str
+    question: str
+    answer: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+
+
+class VerifierName(_Record):
+    """Which verifier a shard's states are from."""
+
+    name: str
+    weights_sha256: str
+
+
+class Shard(_Record):
+    """One line of ``shards/manifest.jsonl``."""
+
+    requests: int
+    rows: int
+    bytes: int
+    boundaries: tuple[int, ...]
+    dtype: str
+    verifier: VerifierName
+
+
+class Metric(_Record):
+    """One line of ``train/metrics.jsonl``."""
+
+    kind: Literal["step", "validation"]
+    step: int
+    epoch: int
+    loss: float
+    accuracy: tuple[float, ...]
+    """Share of tokens predicted right, by draft step."""
+    tokens_per_s: float | None = None
+
+
+class Measurement(_Record):
+    """One head at one temperature, served over all held-out questions."""
+
+    head: str
+    temperature: float
+    acceptance_length: float
+    acceptance_length_interval: tuple[float, float] | None = None
+    """None without a head: nothing was estimated."""
+    per_position: tuple[float, ...] = ()
+    engine_steps_per_100_tokens: float
+    output_tokens: int
+    tokens_per_s: float
+    invalid: str = ""
+    """Why the acceptance length is no measurement; empty if it is one."""
+
+
+class Evaluation(_Record):
+    """``evaluate/results.json``."""
+
+    num_speculative_tokens: int
+    heldout_prompts: int
+    max_tokens: int
+    greedy_identical: dict[str, tuple[int, int]]
+    runs: tuple[Measurement, ...]
+
+    def first(self, head: str) -> Measurement | None:
+        """Return a head's measurement at the first temperature, which is 0 by default."""
+        return next((run for run in self.runs if run.head == head), None)
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Everything that a run folder says. ``None`` or empty: that stage was not reached."""
+
+    name: str
+    conformance: Report | None
+    certificate: Certificate | None
+    answered: tuple[AnsweredQuestion, ...]
+    heldout: int
+    shards: tuple[Shard, ...]
+    metrics: tuple[Metric, ...]
+    evaluation: Evaluation | None
+
+    @property
+    def stages(self) -> dict[str, bool]:
+        """Every stage, and whether it left anything."""
+        return {
+            "conform": self.conformance is not None,
+            "certify": self.certificate is not None,
+            "prepare": bool(self.answered),
+            "extract": bool(self.shards),
+            "train": bool(self.metrics),
+            "evaluate": self.evaluation is not None,
+        }
+
+    @property
+    def failed(self) -> list[ClauseResult]:
+        """The clauses that failed or ended in an error."""
+        clauses = self.conformance.clauses if self.conformance else []
+        return [clause for clause in clauses if clause.outcome in ("fail", "error")]
+
+    @property
+    def splits(self) -> str:
+        """The questions in words: "280 train, 20 validation, 40 held out"."""
+        counts = Counter(row.split for row in self.answered)
+        train, validation = counts["train"], counts["validation"]
+        return f"{train:,} train, {validation:,} validation, {self.heldout:,} held out"
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all conversations."""
+        return sum(len(row.token_ids) for row in self.answered)
+
+    @property
+    def loss_tokens(self) -> int:
+        """Tokens under the loss mask: those of the answers."""
+        return self.tokens - sum(row.prompt_tokens for row in self.answered)
+
+    @property
+    def rows(self) -> int:
+        """Captured rows in all shards."""
+        return sum(shard.rows for shard in self.shards)
+
+    def last(self, kind: Literal["step", "validation"]) -> Metric | None:
+        """Return the last measurement of its kind in training."""
+        return next((row for row in reversed(self.metrics) if row.kind == kind), None)
+
+
+def load(run_dir: Path) -> RunSummary:
+    """Read whatever the run has left so far."""
+    if not run_dir.is_dir():
+        raise UsageError(f"there is no run folder {run_dir}", remedy="name the folder of a run")
+    folder = RunFolder(run_dir)
+    results = folder.evaluate / "results.json"
+    metrics = folder.train / "metrics.jsonl"
+    store = Store(folder.shards)
+    return RunSummary(
+        name=run_dir.resolve().name,
+        conformance=report.load(folder.report) if folder.report.exists() else None,
+        certificate=certificate.load(folder.certificate) if folder.certificate.exists() else None,
+        answered=_parsed(AnsweredQuestion, read_lines(folder.conversations), folder.conversations),
+        heldout=len(read_lines(folder.heldout)),
+        shards=_parsed(Shard, store.entries().values(), store.manifest),
+        metrics=_parsed(Metric, read_lines(metrics), metrics),
+        evaluation=(
+            _parsed(Evaluation, [read_json(results)], results)[0] if results.exists() else None
+        ),
+    )
+
+
+RecordT = TypeVar("RecordT", bound=_Record)
+
+
+def _parsed(kind: type[RecordT], rows: Iterable[Any], path: Path) -> tuple[RecordT, ...]:
+    try:
+        return tuple(kind.model_validate(row) for row in rows)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise IntegrityError(
+            f"{path} is corrupt: {where}: {first['msg']}",
+            remedy="delete it and run the stage again",
+        ) from error

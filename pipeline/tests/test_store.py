@@ -1,0 +1,335 @@
+from __future__ import annotations
+
+import json
+import shutil
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from truetap.harness import shard
+from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError
+from truetap.harness.model import CaptureRequest, EngineSpec
+from truetap.pipeline import extract, run_folder
+from truetap.pipeline.prepare import Conversation
+from truetap.pipeline.store import REDO, Store
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    import torch
+    from rich.console import Console
+
+pytestmark = pytest.mark.torch
+
+BOUNDARIES, WIDTH = 3, 4
+TENSORS = ("states", "token_ids", "loss_mask", "offsets")
+
+
+def conversation(name: str, tokens: int) -> Conversation:
+    """A conversation whose token ids are found nowhere else."""
+    first = 100 * (ord(name) - ord("a") + 1)
+    return Conversation(name, "train", tuple(range(first, first + tokens)), prompt_tokens=1)
+
+
+CONVERSATIONS = [conversation(name, n) for name, n in zip("abcde", (5, 2, 7, 3, 4), strict=True)]
+
+
+def states_of(conversation: Conversation) -> torch.Tensor:
+    """States that name their token, boundary and channel."""
+    import torch
+
+    ids = torch.tensor(conversation.token_ids, dtype=torch.float32)
+    slots = torch.arange(BOUNDARIES * WIDTH).reshape(BOUNDARIES, WIDTH) / 16
+    return ids[:, None, None] + slots
+
+
+def write_shard(store: Store, name: str, conversations: Sequence[Conversation]) -> dict[str, Any]:
+    store.folder.mkdir(exist_ok=True)
+    digests = shard.write_partial(
+        store.path(name),
+        [states_of(c) for c in conversations],
+        [c.token_ids for c in conversations],
+        [c.loss_mask for c in conversations],
+    )
+    entry = {"shard": name, "digests": digests, "ids": [c.id for c in conversations]}
+    store.record(entry)
+    return entry
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """Shards of the conversations, two each, as extraction makes them."""
+    made = Store(tmp_path / "shards")
+    for job in extract._jobs(CONVERSATIONS, 2):
+        write_shard(made, job.name, job.conversations)
+    return made
+
+
+def flip_byte(path: Path, tensor: str) -> None:
+    """Change one bit of a tensor's last byte, leaving the header alone."""
+    data = bytearray(path.read_bytes())
+    header = int.from_bytes(data[:8], "little")
+    end = json.loads(data[8 : 8 + header])[tensor]["data_offsets"][1]
+    data[8 + header + end - 1] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def spoil_header(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:8] + b"\xff" * 20 + data[28:])
+
+
+def spoil_header_length(path: Path) -> None:
+    path.write_bytes(b"\xff" * 8 + path.read_bytes()[8:])
+
+
+def drop_a_tensor(path: Path) -> None:
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.clone() for name, tensor in shard.read(path).items()}
+    del tensors["loss_mask"]
+    save_file(tensors, path)
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def become_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def test_a_written_shard_verifies_and_holds_what_was_written(store: Store) -> None:
+    entries = store.entries()
+    assert list(entries) == [f"shard-0000{number}.safetensors" for number in range(3)]
+    tensors = store.verified(entries["shard-00000.safetensors"])
+    assert tensors["offsets"].tolist() == [0, 5, 7]
+    assert tensors["token_ids"].tolist() == [100, 101, 102, 103, 104, 200, 201]
+    assert tensors["loss_mask"].tolist() == [0, 1, 1, 1, 1, 0, 1]
+    assert tensors["states"][6].equal(states_of(CONVERSATIONS[1])[1])
+    assert not list(store.folder.glob("*.partial"))
+
+
+@pytest.mark.parametrize("tensor", TENSORS)
+def test_one_flipped_bit_is_found_and_its_tensor_named(store: Store, tensor: str) -> None:
+    entry = store.entries()["shard-00001.safetensors"]
+    flip_byte(store.path(entry["shard"]), tensor)
+    said = rf"shard-00001\.safetensors is corrupt: {tensor} differ from"
+    with pytest.raises(IntegrityError, match=said) as caught:
+        store.verified(entry)
+    assert caught.value.remedy == REDO
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (truncate, "cannot be read"),
+        (empty, "cannot be read"),
+        (spoil_header, "cannot be read"),
+        (spoil_header_length, "cannot be read"),
+        (become_a_folder, "cannot be read"),
+        (remove, "is missing"),
+        (drop_a_tensor, "is corrupt: loss_mask differ from"),
+    ],
+)
+def test_a_damaged_file_is_an_integrity_failure(
+    store: Store, damage: Callable[[Path], None], said: str
+) -> None:
+    entry = store.entries()["shard-00001.safetensors"]
+    damage(store.path(entry["shard"]))
+    with pytest.raises(IntegrityError, match=rf"shard-00001\.safetensors {said}") as caught:
+        store.verified(entry)
+    assert caught.value.remedy == REDO
+    with pytest.raises(IntegrityError, match="shard-00001"):
+        store.samples(["a"])
+
+
+def test_a_line_without_digests_proves_nothing(store: Store) -> None:
+    entry = store.entries()["shard-00001.safetensors"]
+    del entry["digests"]
+    with pytest.raises(IntegrityError, match="is corrupt"):
+        store.verified(entry)
+
+
+def test_a_line_without_a_shard_is_an_integrity_failure(store: Store) -> None:
+    run_folder.append_line(store.manifest, {"ids": []})
+    with pytest.raises(IntegrityError, match=r"manifest\.jsonl has a line without 'shard'"):
+        store.entries()
+
+
+def test_of_two_lines_for_a_shard_the_later_counts(store: Store) -> None:
+    again = [conversation("x", 3), conversation("y", 2)]
+    new = write_shard(store, "shard-00001.safetensors", again)
+    assert store.entries()["shard-00001.safetensors"] == new
+    assert len(store.entries()) == 3
+    assert [s.id for s in store.samples(["y", "a", "x"])] == ["y", "a", "x"]
+
+
+def test_each_conversation_gets_its_own_rows_in_the_order_asked(store: Store) -> None:
+    import torch
+
+    order = [CONVERSATIONS[index] for index in (3, 0, 4, 1, 2)]
+    for asked, sample in zip(order, store.samples([c.id for c in order]), strict=True):
+        assert sample.id == asked.id
+        assert tuple(sample.token_ids.tolist()) == asked.token_ids
+        assert bytes(sample.loss_mask.tolist()) == asked.loss_mask
+        assert torch.equal(sample.states, states_of(asked))
+
+
+def test_missing_conversations_are_counted_and_the_first_is_named(store: Store) -> None:
+    said = "2 of 4 conversations have no captures in .*, the first of them 'z'"
+    with pytest.raises(IntegrityError, match=said) as caught:
+        store.samples(["a", "z", "e", "w"])
+    assert caught.value.remedy == REDO
+
+
+def unfinished(store: Store, console: Console) -> list[str]:
+    jobs = extract._jobs(CONVERSATIONS, 2)
+    return [job.name for job in extract._unfinished(store, jobs, console)]
+
+
+def test_whole_shards_are_not_redone(store: Store, console: Console) -> None:
+    assert unfinished(store, console) == []
+
+
+def test_without_shards_all_are_to_be_made(tmp_path: Path, console: Console) -> None:
+    assert unfinished(Store(tmp_path), console) == [f"shard-0000{n}.safetensors" for n in range(3)]
+
+
+def lose_line(store: Store, name: str) -> None:
+    lines = [json.dumps(e) for e in store.entries().values() if e["shard"] != name]
+    store.manifest.write_text("".join(line + "\n" for line in lines))
+
+
+def tear_line(store: Store, name: str) -> None:
+    """An interruption while the shard's line was written."""
+    entry = store.entries()[name]
+    lose_line(store, name)
+    with store.manifest.open("a") as file:
+        file.write(json.dumps(entry)[:-5])
+
+
+def exchange_conversations(store: Store, name: str) -> None:
+    write_shard(store, name, [conversation("x", 3), conversation("y", 2)])
+
+
+def answer_anew(store: Store, name: str) -> None:
+    """The same ids as before, but the answers are longer by a token."""
+    ids = store.entries()[name]["ids"]
+    old = [c for c in CONVERSATIONS if c.id in ids]
+    write_shard(store, name, [conversation(c.id, len(c.token_ids) + 1) for c in old])
+
+
+def move_the_mask(store: Store, name: str) -> None:
+    old = [c for c in CONVERSATIONS if c.id in store.entries()[name]["ids"]]
+    write_shard(store, name, [Conversation(c.id, c.split, c.token_ids, 2) for c in old])
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda store, name: truncate(store.path(name)),
+        lambda store, name: flip_byte(store.path(name), "states"),
+        lambda store, name: store.path(name).unlink(),
+        lose_line,
+        tear_line,
+        exchange_conversations,
+        answer_anew,
+        move_the_mask,
+    ],
+    ids=["truncated", "flipped", "missing", "no-line", "torn-line", "others", "anew", "mask"],
+)
+def test_exactly_the_bad_shard_is_redone(
+    store: Store, console: Console, change: Callable[[Store, str], None], number: int
+) -> None:
+    name = f"shard-0000{number}.safetensors"
+    change(store, name)
+    assert unfinished(store, console) == [name]
+    write_shard(store, name, extract._jobs(CONVERSATIONS, 2)[number].conversations)
+    assert unfinished(store, console) == []
+
+
+def soundness(change: Callable[[dict[str, Any]], None]) -> None:
+    """Check a sound shard of the first two conversations, after a change."""
+    import torch
+
+    two = CONVERSATIONS[:2]
+    tensors = {
+        "states": torch.cat([states_of(c) for c in two]),
+        "token_ids": torch.tensor([t for c in two for t in c.token_ids]),
+    }
+    change(tensors)
+    extract.require_sound("shard-9", tensors, [CaptureRequest(c.id, c.token_ids) for c in two])
+
+
+def test_a_sound_shard_passes() -> None:
+    soundness(lambda _: None)
+
+
+def swap_requests(tensors: dict[str, Any]) -> None:
+    tensors["token_ids"] = tensors["token_ids"].roll(2)
+
+
+def set_states(index: Any, value: float) -> Callable[[dict[str, Any]], None]:
+    def change(tensors: dict[str, Any]) -> None:
+        tensors["states"][index] = value
+
+    return change
+
+
+def copy_slot(tensors: dict[str, Any]) -> None:
+    tensors["states"][:, 2] = tensors["states"][:, 0]
+
+
+def lose_row(tensors: dict[str, Any]) -> None:
+    tensors["states"] = tensors["states"][:-1]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (swap_requests, "token ids differ from those that were sent"),
+        (lose_row, "6 rows for 7 tokens"),
+        (set_states((4, 1, 2), float("nan")), "1 rows are not finite, the first is 4"),
+        (set_states(([2, 5], 0, 0), float("-inf")), "2 rows are not finite, the first is 2"),
+        (set_states((slice(None), 1), 0.0), "slot 1 is all zero"),
+        (copy_slot, "slots 0 and 2 are equal"),
+    ],
+)
+def test_an_unsound_shard_fails_by_name(
+    change: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    with pytest.raises(CheckFailed, match=f"shard-9: {said}"):
+        soundness(change)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])
+def test_a_disk_that_is_too_small_is_refused(
+    tmp_path: Path,
+    paper_verifier: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: str,
+    size: int,
+) -> None:
+    need = 21 * 4 * 16 * size  # tokens, boundaries, width, bytes
+    free = need
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    spec = EngineSpec(str(paper_verifier), boundaries=(2, 6, 9, 12), dtype=dtype)
+    jobs = extract._jobs(CONVERSATIONS, 2)
+    extract._require_space(Store(tmp_path), jobs, spec)
+    free -= 1
+    with pytest.raises(CouldNotRun, match=f"{tmp_path} has .* GB free") as caught:
+        extract._require_space(Store(tmp_path), jobs, spec)
+    assert "free disk space" in caught.value.remedy
