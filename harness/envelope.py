@@ -65,8 +65,20 @@ def _require_builtins(value: Any, where: str) -> None:
     elif kind is list:
         for index, item in enumerate(value):
             _require_builtins(item, f"{where}[{index}]")
+    elif kind is int and not -(2**63) <= value < 2**64:
+        raise TypeError(f"{where} is an integer of more than 64 bits")
+    elif kind is str and not _is_utf8(value):
+        raise TypeError(f"{where} is text that is not UTF-8")
     elif kind not in _SCALARS:
         raise TypeError(f"{where} is a {kind.__module__}.{kind.__qualname__}, not a builtin")
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def problems(replies: Any, *, nonce: str, world_size: int) -> list[str]:

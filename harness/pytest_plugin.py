@@ -149,6 +149,11 @@ class _Reporter:
 
     def __init__(self, config: pytest.Config) -> None:
         self._path = config.getoption("report", None)
+        if self._path and not Path(self._path).parent.is_dir():
+            raise UsageError(
+                f"--report names {self._path}, in a folder that does not exist",
+                remedy="make the folder first",
+            )
         self._started = time.monotonic()
         adapter = config.getoption("adapter", None) or ""
         self._report = report.blank(

@@ -33,15 +33,6 @@ def watch_over_me() -> None:
     )
 
 
-def kill_tree(root: psutil.Process, *, spare_root: bool = False) -> None:
-    """Kill a process and all its descendants, by process id."""
-    try:
-        family = [*root.children(recursive=True), *([] if spare_root else [root])]
-    except psutil.NoSuchProcess:
-        return
-    kill(family)
-
-
 def kill(processes: list[psutil.Process]) -> None:
     """Kill the given processes; psutil checks the start time, so a reused id is left alone."""
     for process in processes:

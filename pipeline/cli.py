@@ -101,7 +101,7 @@ class Stage:
         self.console = _console(quiet=quiet)
         self.config: RunConfig = config.load(path)
         self.adapter = self.config.capture.adapter
-        root = self.config.output
+        root = self.config.output.resolve()
         if mutant:
             from truetap.harness.adapters.mutants import FAULTS
 

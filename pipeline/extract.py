@@ -44,7 +44,7 @@ def extract(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Con
     from pathlib import Path
 
     facts = facts_of(config, Path(spec.model))
-    folder.claim("capture", facts)
+    folder.claim("capture", facts | config.extract.model_dump())
     conversations = prepare.load(folder)
     store = Store(folder.shards)
     store.folder.mkdir(parents=True, exist_ok=True)

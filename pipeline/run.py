@@ -31,7 +31,7 @@ def run(stage: Stage) -> None:
         console.print("the capture path has a certificate made for these settings", highlight=False)
     else:
         _title(console, "conform")
-        _verb("conform", stage, accept=(0, 1, 3))
+        _verb("conform", stage, accept=(0, 1))
         _title(console, "certify")
         try:
             digest = conform.certify(folder)

@@ -11,38 +11,24 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
-from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, UsageError
+from truetap.harness import verifier
+from truetap.harness.errors import CheckFailed, IntegrityError, UsageError
 from truetap.harness.model import EngineSpec
 from truetap.harness.progress import bar
-from truetap.pipeline import prepare, run_folder
+from truetap.pipeline import draft_head, prepare, run_folder
+from truetap.pipeline.batches import Batch, Step, pack, schedule
 from truetap.pipeline.config import RunConfig
-from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.run_folder import RunFolder
 from truetap.pipeline.store import Sample, Store
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
 
-Batch = dict[str, "torch.Tensor"]
 KEPT_CHECKPOINTS = 2
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One optimiser step: which samples, in which epoch."""
-
-    number: int
-    epoch: int
-    samples: tuple[int, ...]
 
 
 def train(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Console) -> None:
@@ -58,128 +44,16 @@ def train(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Conso
     samples = dict(zip(conversations, store.samples([c.id for c in conversations]), strict=True))
     training = [samples[c] for c in conversations if c.split == "train"]
     validation = [samples[c] for c in conversations if c.split == "validation"]
-    vocabulary = draft_vocabulary(
+    vocabulary = draft_head.vocabulary_of(
         [c for c in conversations if c.split == "train"],
         settings.draft_vocabulary,
-        _vocabulary_size(spec),
+        verifier.describe(Path(spec.model)).vocab_size,
     )
-    model = build_head(config, spec, vocabulary)
+    model = draft_head.build(config, spec, vocabulary)
     if not folder.untrained_head.exists():
-        _export(model, folder.untrained_head, {**provenance, "steps": 0})
+        draft_head.save(model, folder.untrained_head, {**provenance, "steps": 0})
     _loop(config, folder, model, training, validation, console)
-    _export(model, folder.head, {**provenance, "steps": len(_schedule(config, training))})
-
-
-def draft_vocabulary(
-    conversations: Sequence[Conversation], size: int, verifier_size: int
-) -> list[int]:
-    """Return the verifier ids of the draft's vocabulary, ascending.
-
-    Most frequent under the loss mask first, then most frequent in the prompts, then lowest id: a
-    corpus with fewer distinct tokens than ``size`` is filled up, so that the size is exact.
-    """
-    if size > verifier_size:
-        raise UsageError(
-            f"train.draft_vocabulary is {size}, the verifier has {verifier_size} tokens",
-            remedy=f"set it to {verifier_size} or less",
-        )
-    answered, seen = [0] * verifier_size, [0] * verifier_size
-    for conversation in conversations:
-        for token, bit in zip(conversation.token_ids, conversation.loss_mask, strict=True):
-            answered[token] += bit
-            seen[token] += 1
-    ranked = sorted(range(verifier_size), key=lambda t: (-answered[t], -seen[t], t))
-    return sorted(ranked[:size])
-
-
-def build_head(config: RunConfig, spec: EngineSpec, vocabulary: Sequence[int]) -> Any:
-    """Return speculators' EAGLE-3 model for this verifier, with the seed's initial weights."""
-    try:
-        import torch
-        from speculators.models.eagle3 import Eagle3DraftModel
-        from transformers import AutoConfig, LlamaConfig
-    except ImportError as error:
-        raise CouldNotRun(
-            f"training cannot run: {error}", remedy="pip install 'truetap[train]'"
-        ) from error
-    _quiet()
-    verifier = AutoConfig.from_pretrained(spec.model)
-    layer = verifier.to_dict() | {"num_hidden_layers": 1, "tie_word_embeddings": False}
-    for name in ("architectures", "model_type", "dtype", "torch_dtype"):
-        layer.pop(name, None)
-    kept = torch.tensor(vocabulary)
-    to_draft = torch.zeros(verifier.vocab_size, dtype=torch.bool)
-    to_draft[kept] = True
-    torch.manual_seed(config.seed)
-    model = Eagle3DraftModel.from_training_args(
-        LlamaConfig(**layer),
-        t2d=to_draft,
-        d2t=kept - torch.arange(len(kept)),
-        num_layers=1,
-        draft_vocab_size=len(kept),
-        norm_before_residual=False,
-        norm_before_fc=True,
-        ttt_steps=config.train.test_time_steps,
-        target_layer_ids=list(spec.boundaries[:-1]),
-        verifier_name_or_path=spec.model,
-        # Flex attention has no backward on CPU.
-        draft_attn_impl="simple_flex_attention" if torch.cuda.is_available() else "eager",
-    )
-    return model.float()
-
-
-def _quiet() -> None:
-    """Keep other libraries' progress bars and notices out of ours."""
-    from loguru import logger
-    from transformers.utils import logging
-
-    logger.disable("speculators")
-    logging.disable_progress_bar()
-
-
-def aligned(sample: Sample) -> Batch:
-    """Return one sample in speculators' alignment: (ids[1:], features[:-1], last[1:], mask[1:]).
-
-    At step t the draft sees token x(t+1) with the features of t, and learns what the verifier says
-    after x(t+1). Shifting before packing keeps the shift inside each conversation.
-    """
-    import torch
-    from speculators.models.eagle3.data import shift_batch
-
-    states = sample.states.float()
-    tokens = len(sample.token_ids)
-    shifted: Batch = shift_batch(
-        {
-            "input_ids": sample.token_ids,
-            "hidden_states": states[:, :-1].flatten(1),
-            "verifier_last_hidden_states": states[:, -1],
-            "loss_mask": sample.loss_mask,
-            "lengths": torch.tensor([tokens]),
-            "position_ids": torch.arange(tokens),
-        }
-    )
-    return shifted
-
-
-def pack(samples: Sequence[Sample]) -> Batch:
-    """Concatenate samples into one row, each with its own document id."""
-    import torch
-
-    parts = [aligned(sample) for sample in samples]
-    names = (
-        "input_ids", "hidden_states", "verifier_last_hidden_states", "loss_mask", "position_ids",
-    )  # fmt: skip
-    packed = {name: torch.cat([part[name] for part in parts])[None] for name in names}
-    packed["loss_mask"] = packed["loss_mask"].bool()
-    packed["document_ids"] = torch.cat(
-        [torch.full((len(part["input_ids"]),), number) for number, part in enumerate(parts)]
-    )[None]
-    if not bool(packed["loss_mask"].any()):
-        raise CheckFailed(
-            f"no token of the conversations {[s.id for s in samples]} is under the loss mask",
-            remedy="run truetap prepare again and look at the chat template",
-        )
-    return packed
+    draft_head.save(model, folder.head, {**provenance, "steps": len(schedule(config, training))})
 
 
 def _loop(
@@ -195,7 +69,7 @@ def _loop(
     from speculators.losses import resolve_loss_config
 
     settings = config.train
-    schedule = _schedule(config, training)
+    steps = schedule(config, training)
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(), mixed_precision=settings.mixed_precision
     )
@@ -205,7 +79,7 @@ def _loop(
         weight_decay=0.0,
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: learning_rate_factor(step, len(schedule))
+        optimizer, lambda step: learning_rate_factor(step, len(steps))
     )
     prepared, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     implementation = "fused" if accelerator.device.type == "cuda" else "eager"
@@ -217,8 +91,8 @@ def _loop(
     metrics = folder.train / "metrics.jsonl"
     _forget_after(metrics, done)
     started, tokens = time.monotonic(), 0
-    with bar(console, "training steps", len(schedule), done=done) as progress:
-        for step in schedule[done:]:
+    with bar(console, "training steps", len(steps), done=done) as progress:
+        for step in steps[done:]:
             batch = _on(pack([training[i] for i in step.samples]), accelerator.device)
             prepared.train()
             _, value, measured = prepared(**batch, **loss)
@@ -237,7 +111,7 @@ def _loop(
             progress.advance(
                 note=f"loss {row['loss']:.2f}, right {row['accuracy'][0]:.0%}, {rate:,.0f} tokens/s"
             )
-            last = step.number == len(schedule)
+            last = step.number == len(steps)
             if last or step.number % settings.checkpoint_every == 0:
                 if validation:
                     prepared.eval()
@@ -258,38 +132,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
     return 0.1 + 0.45 * (1 + math.cos(math.pi * min(along, 1.0)))
 
 
-def _schedule(config: RunConfig, training: Sequence[Sample]) -> list[_Step]:
-    """Return all steps of a run, the same for the same seed: resuming is cutting the list."""
-    import torch
-
-    if not training:
-        raise UsageError("there are no training conversations", remedy="raise data.train")
-    steps: list[_Step] = []
-    for epoch in range(config.train.epochs):
-        generator = torch.Generator().manual_seed(config.seed + epoch)
-        order = torch.randperm(len(training), generator=generator).tolist()
-        for samples in _filled(order, training, config.train.tokens_per_step):
-            steps.append(_Step(len(steps) + 1, epoch, samples))
-    return steps
-
-
-def _filled(
-    order: Sequence[int], samples: Sequence[Sample], tokens: int
-) -> Iterator[tuple[int, ...]]:
-    """Yield groups of samples of about ``tokens`` tokens."""
-    group: list[int] = []
-    size = 0
-    for index in order:
-        length = len(samples[index].token_ids)
-        if group and size + length > tokens:
-            yield tuple(group)
-            group, size = [], 0
-        group.append(index)
-        size += length
-    yield tuple(group)
-
-
-def _row(kind: str, step: _Step, measured: Mapping[str, Any], steps: int) -> dict[str, Any]:
+def _row(kind: str, step: Step, measured: Mapping[str, Any], steps: int) -> dict[str, Any]:
     accuracy = [
         float(measured[f"full_acc_{k}_sum"]) / max(float(measured[f"full_acc_{k}_total"]), 1.0)
         for k in range(steps)
@@ -303,7 +146,7 @@ def _row(kind: str, step: _Step, measured: Mapping[str, Any], steps: int) -> dic
     }
 
 
-def _require_finite(name: str, value: float, step: _Step) -> None:
+def _require_finite(name: str, value: float, step: Step) -> None:
     if not math.isfinite(value):
         raise CheckFailed(
             f"the {name} is {value} at step {step.number}; nothing was saved after the last "
@@ -312,12 +155,12 @@ def _require_finite(name: str, value: float, step: _Step) -> None:
         )
 
 
-def _checkpoint(accelerator: Any, folder: RunFolder, step: _Step) -> None:
+def _checkpoint(accelerator: Any, folder: RunFolder, step: Step) -> None:
     """Save everything needed to continue; the newest ones are kept, whole or not at all."""
     target = folder.train / f"checkpoint-{step.number:06d}"
     scratch = target.with_name(target.name + ".partial")
     shutil.rmtree(scratch, ignore_errors=True)
-    with _writing(target):
+    with draft_head.writing(target):
         accelerator.save_state(str(scratch))
         run_folder.write_json(scratch / "step.json", {"step": step.number})
     shutil.rmtree(target, ignore_errors=True)
@@ -380,35 +223,6 @@ def _provenance(store: Store, spec: EngineSpec) -> dict[str, Any]:
         "certificates": sorted({entry["certificate"] for entry in entries}),
         "shards": {entry["shard"]: entry["digests"]["states"] for entry in entries},
     }
-
-
-def _export(model: Any, target: Path, card: Mapping[str, Any]) -> None:
-    """Write the head as an engine loads it, with what it was made from beside it."""
-    scratch = target.with_name(target.name + ".partial")
-    shutil.rmtree(scratch, ignore_errors=True)
-    with _writing(target):
-        model.save_pretrained(scratch)
-        run_folder.write_json(scratch / "truetap.json", dict(card))
-    shutil.rmtree(target, ignore_errors=True)
-    scratch.rename(target)
-
-
-@contextmanager
-def _writing(target: Path) -> Iterator[None]:
-    """Turn what torch and safetensors raise on a full disk, which is no OSError, into ours."""
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise CouldNotRun(
-            f"{target} cannot be written: {error}",
-            remedy="free disk space and run again; training continues from the last checkpoint",
-        ) from error
-
-
-def _vocabulary_size(spec: EngineSpec) -> int:
-    from truetap.harness import verifier
-
-    return verifier.describe(Path(spec.model)).vocab_size
 
 
 def _on(batch: Batch, device: Any) -> Batch:

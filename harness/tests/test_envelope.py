@@ -185,6 +185,8 @@ class Text(str):
         ({Text("key"): 1}, r"a key of payload is a .*Text"),
         ({"states": np.zeros(3)}, r"payload\['states'\] is a numpy.ndarray"),
         ([(1,)], r"payload\[0\] is a builtins.tuple"),
+        ({"bytes": 2**64}, r"payload\['bytes'\] is an integer of more than 64 bits"),
+        ({"path": "\udc80"}, r"payload\['path'\] is text that is not UTF-8"),
     ],
 )
 def test_what_the_serialiser_would_die_of_or_alter_is_refused_by_place(

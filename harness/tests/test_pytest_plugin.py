@@ -190,6 +190,7 @@ def test_a_conformance_test_without_a_clause_of_the_contract_is_a_usage_error(
         (["--spec", "list.json"], "settings cannot be read"),
         (["--spec", "missing.json"], "settings cannot be read: .*missing.json"),
         (["--boundaries", "2,six"], "settings cannot be read: .*six"),
+        (["--report", "gone/report.json"], "in a folder that does not exist"),
     ],
 )
 def test_options_that_mean_nothing_are_usage_errors(

@@ -110,17 +110,6 @@ def test_without_a_reaper_the_child_would_have_stayed(start: Start) -> None:
     assert not wait_until(lambda: not alive(child), 2 * reaper.POLL_S)
 
 
-def test_a_tree_is_killed_with_or_without_its_root(start: Start) -> None:
-    owner, child = start("alone")
-    root = psutil.Process(owner.pid)
-    reaper.kill_tree(root, spare_root=True)
-    assert not alive(child)
-    assert alive(root)
-    reaper.kill_tree(root)
-    assert not alive(root)
-    reaper.kill_tree(root)  # it is gone, which is what was wanted
-
-
 def test_a_reaper_of_nobody_ends_at_once() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -10,7 +10,7 @@ import pytest
 from truetap.harness import shard
 from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, UsageError
 from truetap.harness.model import EngineSpec
-from truetap.pipeline import run_folder, train
+from truetap.pipeline import batches, draft_head, run_folder, train
 from truetap.pipeline.config import RunConfig, Train, Verifier
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.run_folder import RunFolder
@@ -51,7 +51,7 @@ def test_one_conversation_is_aligned_as_eagle3_learns() -> None:
     import torch
 
     sample = telling_sample(1, 5, [0, 0, 1, 1, 0])
-    got = train.aligned(sample)
+    got = batches.aligned(sample)
     assert got["input_ids"].tolist() == [1010, 1020, 1030, 1040]
     assert got["position_ids"].tolist() == [1, 2, 3, 4]
     assert got["loss_mask"].tolist() == [0, 1, 1, 0]
@@ -73,7 +73,7 @@ def test_packing_does_not_leak_over_document_borders() -> None:
         telling_sample(2, 2, [1, 0]),
         telling_sample(3, 4, [0, 1, 0, 1]),
     ]
-    packed = train.pack(samples)
+    packed = batches.pack(samples)
     assert {name: tuple(tensor.shape) for name, tensor in packed.items()} == {
         "input_ids": (1, 8),
         "hidden_states": (1, 8, 9),
@@ -99,7 +99,7 @@ def test_a_pack_in_which_nothing_would_be_learnt_fails(mask: list[int]) -> None:
     """The first token's mask bit is shifted out: no position predicts after it."""
     samples = [telling_sample(7, 4, mask), telling_sample(8, 4, mask)]
     with pytest.raises(CheckFailed, match=r"document-7.*document-8.* is under the loss mask"):
-        train.pack(samples)
+        batches.pack(samples)
 
 
 # --- a small run -------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def random_samples() -> list[Sample]:
 def head(tiny_verifier: Path) -> Any:
     """An untrained head with a full draft vocabulary."""
     config = config_of(tiny_verifier, tiny_verifier)
-    return train.build_head(config, spec_of(tiny_verifier), range(VOCABULARY))
+    return draft_head.build(config, spec_of(tiny_verifier), range(VOCABULARY))
 
 
 def logits_and_gradients(head: Any, samples: Sequence[Sample]) -> tuple[Any, Any]:
@@ -216,7 +216,7 @@ def logits_and_gradients(head: Any, samples: Sequence[Sample]) -> tuple[Any, Any
     hook = head.lm_head.register_forward_hook(keep)
     try:
         eager = resolve_loss_config("kl_div", "eager")
-        _, loss, _ = head(**train.pack(samples), ttt_steps=1, loss_config=eager)
+        _, loss, _ = head(**batches.pack(samples), ttt_steps=1, loss_config=eager)
         loss.backward()
     finally:
         hook.remove()
@@ -257,7 +257,7 @@ def test_a_packed_conversation_is_seen_as_if_alone(head: Any) -> None:
 def test_the_draft_vocabulary_prefers_answers_then_prompts_then_low_ids() -> None:
     answers = Conversation("a", "train", (3, 3, 3, 9, 7, 9), prompt_tokens=3)
     prompts = Conversation("b", "train", (3, 5, 7), prompt_tokens=2)
-    by_size = [train.draft_vocabulary([answers, prompts], n, 12) for n in range(1, 13)]
+    by_size = [draft_head.vocabulary_of([answers, prompts], n, 12) for n in range(1, 13)]
     added = [set(more) - set(fewer) for fewer, more in zip([[], *by_size], by_size, strict=False)]
     # 7 and 9 are answered twice each; 3 is asked four times, 5 once; the rest is never seen.
     assert [min(one) for one in added] == [7, 9, 3, 5, 0, 1, 2, 4, 6, 8, 10, 11]
@@ -267,7 +267,7 @@ def test_the_draft_vocabulary_prefers_answers_then_prompts_then_low_ids() -> Non
 
 def test_a_draft_vocabulary_larger_than_the_verifiers_is_refused() -> None:
     with pytest.raises(UsageError, match="draft_vocabulary is 13, the verifier has 12") as caught:
-        train.draft_vocabulary([], 13, 12)
+        draft_head.vocabulary_of([], 13, 12)
     assert caught.value.remedy == "set it to 12 or less"
 
 
@@ -280,7 +280,7 @@ def test_the_heads_vocabulary_maps_are_each_others_inverse(
     from safetensors.torch import load_file
 
     config = config_of(tiny_verifier, tiny_verifier)
-    made = train.build_head(config, spec_of(tiny_verifier), vocabulary)
+    made = draft_head.build(config, spec_of(tiny_verifier), vocabulary)
     ids = torch.arange(len(vocabulary)) + made.d2t
     assert ids.tolist() == list(vocabulary)
     assert made.t2d.nonzero().flatten().tolist() == list(vocabulary)
@@ -300,7 +300,7 @@ def test_the_same_seed_builds_the_same_head(tiny_verifier: Path) -> None:
 
     def weights(seed: int) -> Any:
         config = config_of(tiny_verifier, tiny_verifier).model_copy(update={"seed": seed})
-        return train.build_head(config, spec_of(tiny_verifier), range(DRAFT)).fc.weight
+        return draft_head.build(config, spec_of(tiny_verifier), range(DRAFT)).fc.weight
 
     assert torch.equal(weights(1), weights(1))
     assert not torch.equal(weights(1), weights(2))
@@ -313,7 +313,7 @@ def test_the_same_seed_builds_the_same_head(tiny_verifier: Path) -> None:
 def test_every_epoch_has_every_sample_once(tmp_path: Path, tokens_per_step: int) -> None:
     samples = random_samples()
     config = config_of(tmp_path, tmp_path, epochs=3, tokens_per_step=tokens_per_step)
-    steps = train._schedule(config, samples)
+    steps = batches.schedule(config, samples)
     assert [step.number for step in steps] == list(range(1, len(steps) + 1))
     assert [step.epoch for step in steps] == sorted(step.epoch for step in steps)
     orders = []
@@ -328,14 +328,14 @@ def test_every_epoch_has_every_sample_once(tmp_path: Path, tokens_per_step: int)
 
 def test_the_schedule_follows_from_the_seed(tmp_path: Path) -> None:
     samples, config = random_samples(), config_of(tmp_path, tmp_path)
-    assert train._schedule(config, samples) == train._schedule(config, samples)
+    assert batches.schedule(config, samples) == batches.schedule(config, samples)
     other = config.model_copy(update={"seed": 5})
-    assert train._schedule(other, samples) != train._schedule(config, samples)
+    assert batches.schedule(other, samples) != batches.schedule(config, samples)
 
 
 def test_a_schedule_needs_samples(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no training conversations"):
-        train._schedule(config_of(tmp_path, tmp_path), [])
+        batches.schedule(config_of(tmp_path, tmp_path), [])
 
 
 @pytest.mark.parametrize("steps", [1, 7, 100, 951])
@@ -433,7 +433,7 @@ def test_the_exported_head_is_what_an_engine_loads(
     saved = tensors_of(folder.head)
     assert {"fc.weight", "lm_head.weight", "d2t", "t2d"} <= saved.keys() <= loaded.keys()
     assert all(torch.equal(loaded[name].to(saved[name].dtype), saved[name]) for name in saved)
-    answered = train.draft_vocabulary(
+    answered = draft_head.vocabulary_of(
         [c for c in random_conversations() if c.split == "train"], DRAFT, VOCABULARY
     )
     assert (saved["d2t"] + torch.arange(DRAFT)).tolist() == answered
@@ -465,7 +465,7 @@ def test_a_nan_in_the_states_ends_the_run_before_the_next_checkpoint(
     begin: Callable[..., RunFolder], tiny_verifier: Path, console: Console
 ) -> None:
     config = config_of(begin("x").root, tiny_verifier)
-    order = train._schedule(config, random_samples()[:6])
+    order = batches.schedule(config, random_samples()[:6])
     spoilt = f"c{order[2].samples[0]}"  # not before step 3
     folder = begin("run", spoilt=spoilt)
     with pytest.raises(CheckFailed, match="the loss is nan at step 3; nothing was saved"):
@@ -481,14 +481,14 @@ def test_a_gradient_that_is_not_finite_is_never_applied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the last step no later loss would show it, and the exported head would be all NaN."""
-    build = train.build_head
+    build = draft_head.build
 
     def build_with_overflow(*arguments: Any) -> Any:
         made = build(*arguments)
         made.fc.weight.register_hook(lambda gradient: gradient * float("inf"))
         return made
 
-    monkeypatch.setattr(train, "build_head", build_with_overflow)
+    monkeypatch.setattr(draft_head, "build", build_with_overflow)
     folder = begin("run")
     config = config_of(folder.root, tiny_verifier, epochs=1, tokens_per_step=1000)
     with pytest.raises(CheckFailed, match=r"the gradient's norm is (nan|inf) at step 1"):
