@@ -80,12 +80,12 @@ def schedule(config: RunConfig, training: Sequence[Sample]) -> list[Step]:
     for epoch in range(config.train.epochs):
         generator = torch.Generator().manual_seed(config.seed + epoch)
         order = torch.randperm(len(training), generator=generator).tolist()
-        for samples in _filled(order, training, config.train.tokens_per_step):
+        for samples in filled(order, training, config.train.tokens_per_step):
             steps.append(Step(len(steps) + 1, epoch, samples))
     return steps
 
 
-def _filled(
+def filled(
     order: Sequence[int], samples: Sequence[Sample], tokens: int
 ) -> Iterator[tuple[int, ...]]:
     """Yield groups of samples of about ``tokens`` tokens."""

@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from truetap.harness.errors import CheckFailed, IntegrityError, UsageError
 from truetap.harness.model import EngineSpec
 from truetap.harness.progress import bar
 from truetap.pipeline import draft_head, prepare, run_folder
-from truetap.pipeline.batches import Batch, Step, pack, schedule
+from truetap.pipeline.batches import Batch, Step, filled, pack, schedule
 from truetap.pipeline.config import RunConfig
 from truetap.pipeline.run_folder import RunFolder
 from truetap.pipeline.store import Sample, Store
@@ -87,6 +88,7 @@ def _loop(
         "ttt_steps": settings.test_time_steps,
         "loss_config": resolve_loss_config("kl_div", implementation),
     }
+    groups = list(filled(range(len(validation)), validation, settings.tokens_per_step))
     done = _resume(accelerator, folder)
     metrics = folder.train / "metrics.jsonl"
     _forget_after(metrics, done)
@@ -115,9 +117,12 @@ def _loop(
             if last or step.number % settings.checkpoint_every == 0:
                 if validation:
                     prepared.eval()
-                    with torch.no_grad():
-                        packed = _on(pack(validation), accelerator.device)
-                        _, value, measured = prepared(**packed, **loss)
+                    measured = Counter()
+                    for group in groups:
+                        packed = _on(pack([validation[i] for i in group]), accelerator.device)
+                        with torch.no_grad():
+                            _, _, part = prepared(**packed, **loss)
+                        measured.update({name: float(value) for name, value in part.items()})
                     row = _row("validation", step, measured, settings.test_time_steps)
                     run_folder.append_line(metrics, row)
                 _checkpoint(accelerator, folder, step)
@@ -133,6 +138,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 
 def _row(kind: str, step: Step, measured: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    """Return one line of metrics; ``measured`` holds sums and totals, of one pack or several."""
     accuracy = [
         float(measured[f"full_acc_{k}_sum"]) / max(float(measured[f"full_acc_{k}_total"]), 1.0)
         for k in range(steps)
@@ -141,7 +147,7 @@ def _row(kind: str, step: Step, measured: Mapping[str, Any], steps: int) -> dict
         "kind": kind,
         "step": step.number,
         "epoch": step.epoch,
-        "loss": float(measured["loss_sum"]),
+        "loss": float(measured["loss_sum"] / measured["loss_total"]),
         "accuracy": [round(share, 4) for share in accuracy],
     }
 
