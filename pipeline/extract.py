@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truetap.harness import registry, shard
+from truetap.harness import registry, shard, verifier
 from truetap.harness.adapters.vllm_native import VllmNativeSession
 from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, UsageError
 from truetap.harness.model import CaptureRequest, EngineSpec, Environment
@@ -41,8 +42,6 @@ def extract(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Con
 
     The gate is asked with the facts of the workers that will do it, before the first prompt.
     """
-    from pathlib import Path
-
     facts = facts_of(config, Path(spec.model))
     folder.claim("capture", facts | config.extract.model_dump())
     conversations = prepare.load(folder)
@@ -213,10 +212,6 @@ def _pairs(conversation: Conversation) -> Iterator[tuple[int, int]]:
 
 def _require_space(store: Store, todo: Sequence[_Job], spec: EngineSpec) -> None:
     """Refuse before the first prompt if the shards cannot fit on the disk."""
-    from pathlib import Path
-
-    from truetap.harness import verifier
-
     tokens = sum(len(c.token_ids) for job in todo for c in job.conversations)
     width = verifier.describe(Path(spec.model)).hidden_size
     size = 4 if spec.dtype == "float32" else 2

