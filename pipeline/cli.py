@@ -29,10 +29,29 @@ EPILOG = (
     "Exit codes: 0 yes; 1 no (non-conformant, denied, failed check); 2 usage; 3 could not run; "
     "4 integrity failure (bad digest); 130 interrupted."
 )
+
+
+def _checked_mutant(context: click.Context, _parameter: click.Parameter, name: str | None) -> Any:
+    """Refuse an unknown fault, or list them all, before anything else is looked at."""
+    if name is None:
+        return None
+    from truetap.harness.adapters.mutants import FAULTS
+
+    listed = "\n".join(f"  {fault_name}: {fault.says}" for fault_name, fault in FAULTS.items())
+    if name == "list":
+        click.echo(listed)
+        context.exit(0)
+    if name not in FAULTS:
+        raise UsageError(f"{name!r} is no mutant; there are:\n{listed}")
+    return name
+
+
 CONFIG = click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
 MUTANT = click.option(
     "--mutant",
     metavar="FAULT",
+    callback=_checked_mutant,
+    is_eager=True,
     help="Break the capture on purpose, to see the gate deny: first-boundary-only, off-by-one, "
     "residual-missing, last-boundary-post-norm, rows-shifted, ... ('list' lists all).",
 )
@@ -103,11 +122,6 @@ class Stage:
         self.adapter = self.config.capture.adapter
         root = self.config.output.resolve()
         if mutant:
-            from truetap.harness.adapters.mutants import FAULTS
-
-            if mutant not in FAULTS:
-                listed = "\n".join(f"  {name}: {fault.says}" for name, fault in FAULTS.items())
-                raise UsageError(f"{mutant!r} is no mutant; there are:\n{listed}")
             self.adapter = f"{mutant}@{self.adapter}"
             # A broken capture never touches what the right one made.
             root = root / "mutants" / mutant
