@@ -29,9 +29,11 @@ def test_unknown_name_is_refused(name: str) -> None:
         gguf_to_hf.hugging_face_name(name)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("heads", [1, 2, 3])
 def test_unpermute_undoes_permute(heads: int) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
+
     head_dim, hidden = 8, 5
     weight = torch.arange(heads * head_dim * hidden).reshape(heads * head_dim, hidden)
     # Row by row: within a head, row i of the first half and row i of the second become neighbours.
@@ -50,9 +52,9 @@ def test_unpermute_undoes_permute(heads: int) -> None:
 @pytest.fixture
 def small_gguf(tmp_path: Path) -> Path:
     """A Llama with one block, two heads, one key-value head and four tokens, in float32."""
-    pytest.importorskip("torch")
-    gguf = pytest.importorskip("gguf")
-    numpy = pytest.importorskip("numpy")
+    import gguf
+    import numpy as np
+
     path = tmp_path / "small.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(1)
@@ -71,7 +73,7 @@ def small_gguf(tmp_path: Path) -> Path:
     shapes = {"token_embd": (4, 8), "output_norm": (8,), "blk.0.attn_q": (8, 8)}
     shapes |= {"blk.0.attn_k": (4, 8), "blk.0.attn_v": (4, 8), "blk.0.ffn_down": (8, 6)}
     for name, shape in shapes.items():
-        values = numpy.arange(numpy.prod(shape), dtype=numpy.float32).reshape(shape)
+        values = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
         writer.add_tensor(f"{name}.weight", values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -80,6 +82,7 @@ def small_gguf(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.torch
 def test_weights_and_settings_of_a_small_model(small_gguf: Path) -> None:
     import torch
     from gguf import GGUFReader
@@ -108,6 +111,7 @@ def test_weights_and_settings_of_a_small_model(small_gguf: Path) -> None:
     assert (special["eos_token"], special["unk_token"]) == ("<|im_end|>", "<|endoftext|>")
 
 
+@pytest.mark.torch
 def test_other_weights_or_another_tokenizer_are_refused(
     small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

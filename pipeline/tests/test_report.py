@@ -228,8 +228,8 @@ def test_page_is_self_contained_and_escapes_everything(complete: Path) -> None:
     assert [p.name for p in complete.iterdir() if "partial" in p.name] == []
 
 
+@pytest.mark.torch  # not torch itself, but matplotlib, which comes with the same extra
 def test_curves_follow_the_theme_and_are_deterministic(complete: Path) -> None:
-    pytest.importorskip("matplotlib")
     text = report.render_html(report.load(complete))
     assert text == report.render_html(report.load(complete))
     svg = text[text.index("<svg") : text.index("</svg>")]

@@ -345,8 +345,9 @@ def test_missing_package_is_told_before_the_download(
     assert failed.value.remedy == f"pip install 'truetap[{extra}]'"
 
 
+@pytest.mark.torch
 def test_tensors_digest_sees_names_types_shapes_and_bytes_but_not_the_file(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
+    import torch
     from safetensors.torch import save_file
 
     def digest(tensors: dict[str, Any], **metadata: str) -> str:
@@ -370,11 +371,12 @@ def test_tensors_digest_sees_names_types_shapes_and_bytes_but_not_the_file(tmp_p
     assert digest({"b": b, "a": a}, format="pt", note="x") == digests[0]
 
 
+@pytest.mark.torch
 @pytest.mark.slow
 def test_real_verifier(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    pytest.importorskip("gguf")
+    import torch
+    import transformers
+
     folder = tmp_path / "download"
     folder.mkdir()
     try:
