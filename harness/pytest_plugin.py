@@ -21,6 +21,7 @@ import pytest
 from truetap.harness import contract, report
 from truetap.harness.errors import UsageError
 from truetap.harness.model import EngineSpec
+from truetap.harness.report import Outcome
 
 Saw = Callable[[str], None]
 """A clause calls this with one sentence of what it measured."""
@@ -173,11 +174,12 @@ class _Reporter:
             return
         said = str(properties.get(_SAW, ""))
         kind, _, sentence = said.partition("|") if report.failed else ("pass", "", said)
+        outcome: Outcome = "pass" if kind == "pass" else "fail" if kind == "fail" else "error"
         for clause in self._report.clauses:
             if clause.id == clause_id:
                 if report.skipped:
                     continue
-                clause.add("error" if kind not in ("pass", "fail") else kind, sentence)  # type: ignore[arg-type]
+                clause.add(outcome, sentence)
         if environment := properties.get(_ENVIRONMENT):
             assert isinstance(environment, dict)
             self._report.environment = environment

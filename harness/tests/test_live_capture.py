@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -19,6 +20,9 @@ import pytest
 from truetap.harness import boundaries, envelope
 from truetap.harness.errors import CouldNotRun, UsageError
 from truetap.harness.model import CaptureRequest, EngineSpec
+
+if TYPE_CHECKING:
+    from truetap.harness.adapters.vllm_native import VllmNativeSession
 
 pytestmark = [pytest.mark.live, pytest.mark.torch, pytest.mark.slow]
 
@@ -40,7 +44,9 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> EngineSpec:
 
 
 @pytest.fixture(scope="module")
-def session(spec: EngineSpec, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+def session(
+    spec: EngineSpec, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmNativeSession]:
     """One engine that captures what all mutants need to see."""
     from truetap.harness.adapters import mutants
     from truetap.harness.adapters.vllm_native import VllmNativeAdapter
@@ -52,7 +58,7 @@ def session(spec: EngineSpec, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(scope="module")
-def verdicts(spec: EngineSpec, session: object) -> dict[str, dict[str, str]]:
+def verdicts(spec: EngineSpec, session: VllmNativeSession) -> dict[str, dict[str, str]]:
     """What every fault's failing clauses saw, by fault; one reference for all."""
     from truetap.conformance import judge
     from truetap.harness.adapters import mutants
@@ -63,7 +69,7 @@ def verdicts(spec: EngineSpec, session: object) -> dict[str, dict[str, str]]:
     references: dict[str, ReferenceStates] = {}
     found = {}
     for fault in mutants.FAULTS:
-        mutant = mutants.MutantSession(fault, session, spec)  # type: ignore[arg-type]
+        mutant = mutants.MutantSession(fault, session, spec)
         found[fault] = judge.failures(observe(mutant, spec, reference, references))
     return found
 
@@ -88,19 +94,20 @@ def test_the_suite_names_what_a_slot_really_holds(verdicts: dict[str, dict[str, 
     assert "of the token before" in saw["rows-shifted"]
 
 
-def test_a_prompt_past_the_limit_is_refused_and_the_session_lives(session: object) -> None:
-    capture = session.capture  # type: ignore[attr-defined]
+def test_a_prompt_past_the_limit_is_refused_and_the_session_lives(
+    session: VllmNativeSession,
+) -> None:
     with pytest.raises(UsageError, match="'long' has 511 tokens"):
-        capture([CaptureRequest("long", tuple([3] * 511))])
-    batch = capture([CaptureRequest("longest", tuple([3] * 510))])
+        session.capture([CaptureRequest("long", tuple([3] * 511))])
+    batch = session.capture([CaptureRequest("longest", tuple([3] * 510))])
     assert batch.captures[0].states.shape[0] == 510
 
 
 def test_nothing_is_captured_before_the_first_request_nor_kept(
-    session: object, tmp_path: Path
+    session: VllmNativeSession, tmp_path: Path
 ) -> None:
     """A flush for a key that no request had reports it missing and writes nothing."""
-    engine = session._engine  # type: ignore[attr-defined]
+    engine = session._engine
     path = tmp_path / "none.safetensors"
     nonce = envelope.new_nonce()
     reply = engine.rpc("truetap_flush", nonce, str(path), ["never"], [b""])
