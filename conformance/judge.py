@@ -7,19 +7,27 @@ one live engine, many mutants.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from truetap.conformance import test_layers, test_reply, test_rows
+from truetap.conformance import test_layers, test_reply, test_reply_channel, test_rows
+from truetap.harness.channel import ChannelObservation
 from truetap.harness.observation import Observation
 
-Check = Callable[[Observation, Callable[[str], None]], None]
+Seen = Observation | ChannelObservation
+Check = Callable[[Any, Callable[[str], None]], None]
+
+_MODULES = {
+    Observation: (test_reply, test_rows, test_layers),
+    ChannelObservation: (test_reply_channel,),
+}
 
 
-def checks() -> dict[str, list[Check]]:
-    """Return the test functions by the clause that they decide."""
+def checks(kind: type[Seen] = Observation) -> dict[str, list[Check]]:
+    """Return the test functions over observations of one kind, by the clause that they decide."""
     found: dict[str, list[Check]] = {}
-    for module in (test_reply, test_rows, test_layers):
+    for module in _MODULES[kind]:
         for name, function in vars(module).items():
             if name.startswith("test_"):
                 for mark in getattr(function, "pytestmark", ()):
@@ -28,13 +36,13 @@ def checks() -> dict[str, list[Check]]:
     return found
 
 
-def failures(observation: Observation) -> dict[str, str]:
-    """Return what each failing clause saw, by clause id; empty for a correct capture path."""
+def failures(seen: Seen) -> dict[str, str]:
+    """Return what each failing clause saw, by clause id; empty where nothing is wrong."""
     failed = {}
-    for clause_id, functions in checks().items():
+    for clause_id, functions in checks(type(seen)).items():
         for function in functions:
             try:
-                function(observation, lambda _sentence: None)
+                function(seen, lambda _sentence: None)
             except (AssertionError, pytest.fail.Exception) as error:
                 failed[clause_id] = str(error).splitlines()[0]
     return failed

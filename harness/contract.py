@@ -38,6 +38,86 @@ _CLAUSES = (
         "2026.11.0",
     ),
     Clause(
+        "REPLY-002",
+        "MUST",
+        "values come from exactly the ranks asked for, in rank order",
+        "Replies taken as they arrive, or from the first data-parallel group only, are other "
+        "ranks' values under the wrong name.",
+        ("vllm-omni#5397", "sglang#6989"),
+        "2026.11.0",
+    ),
+    Clause(
+        "REPLY-003",
+        "MUST",
+        "a value keeps its nesting: no list is added, none is taken away",
+        "Up to vLLM 0.11.0 a named rank's reply came wrapped in a list, from 0.11.1 on it comes "
+        "bare: the same [0] then takes one boundary of four. The value cannot tell which it is.",
+        ("speculators#225", "speculators#433", "vllm#28012"),
+        "2026.11.0",
+    ),
+    Clause(
+        "REPLY-004",
+        "MUST",
+        "a tensor keeps its dtype, shape and bits",
+        "Across processes vLLM's client turns tensors into [dtype, shape, index] with the data "
+        "lost, and what is decoded depends on a flag, the release and the nesting.",
+        ("vllm#25294", "vllm#21845", "vllm#17490"),
+        "2026.11.0",
+    ),
+    Clause(
+        "REPLY-005",
+        "MUST",
+        "a failure on any rank, asked or not, names the rank, the method and the cause",
+        "With a reply rank named, only that rank's error is reported: the others fail unseen. "
+        "Without, the error's type is lost and the rank with it.",
+        ("vllm#23985", "vllm#20379"),
+        "2026.11.0",
+    ),
+    Clause(
+        "REPLY-006",
+        "MUST",
+        "no call outlives its deadline, and the error says which rank is late",
+        "vLLM's client has no limit of its own, and the executor's is off by default: a rank that "
+        "hangs takes the caller with it.",
+        ("vllm#23985", "vllm#29390"),
+        "2026.11.0",
+    ),
+    Clause(
+        "REPLY-007",
+        "MUST",
+        "a value that cannot travel fails at once, and its place is named",
+        "A torch.dtype in a reply kills the engine's output thread on vLLM 0.32.0; the caller "
+        "hung for eight minutes.",
+        ("allenai/open-instruct#1102", "vllm#23985"),
+        "2026.11.0",
+    ),
+    Clause(
+        "REPLY-008",
+        "MUST",
+        "no call is answered by the reply of an earlier one",
+        "Replies carry no call id. After an exception or a timeout the other ranks' replies stay "
+        "queued and are taken for the next call's, in every release from 0.8.5 to 0.33.0.",
+        ("vllm#57846",),
+        "2026.11.0",
+    ),
+    Clause(
+        "REPLY-009",
+        "MUST",
+        "a rank that does not exist is refused before any worker runs the method",
+        "MultiprocExecutor broadcasts first and raises IndexError afterwards; for rank -1 no "
+        "worker answers, and the call waits for ever.",
+        ("vllm 0.9.0 to 0.33.0",),
+        "2026.11.0",
+    ),
+    Clause(
+        "REPLY-010",
+        "SHOULD",
+        "a method that the workers do not have is an error that names it",
+        "Worker methods are renamed and moved between releases.",
+        ("vllm#23985",),
+        "2026.11.0",
+    ),
+    Clause(
         "ROWS-001",
         "MUST",
         "as many rows as prompt tokens, for every request, the last one of a run included",
@@ -105,8 +185,14 @@ _CLAUSES = (
 CLAUSES: dict[str, Clause] = {clause.id: clause for clause in _CLAUSES}
 """All clauses by id."""
 
-PROFILES: dict[str, tuple[str, ...]] = {"core": tuple(CLAUSES)}
-"""Clause ids that each profile requires to have run and passed."""
+_CHANNEL = tuple(f"REPLY-{number:03}" for number in range(2, 11))
+
+PROFILES: dict[str, tuple[str, ...]] = {
+    "core": tuple(clause_id for clause_id in CLAUSES if clause_id not in _CHANNEL),
+    "reply": _CHANNEL,
+}
+"""Clause ids that each profile requires to have run and passed: ``core`` judges a capture adapter,
+``reply`` a reply channel."""
 
 
 def clauses_of(profile: str) -> tuple[str, ...]:

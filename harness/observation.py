@@ -103,6 +103,7 @@ def _token_stream(model: Path, count: int, seed: int) -> Sequence[int]:
         return ids
     from tokenizers import Tokenizer
 
-    prose = "\n\n".join(f"{c.title}. {c.reason}" for c in contract.CLAUSES.values())
+    clauses = (contract.CLAUSES[clause_id] for clause_id in contract.PROFILES["core"])
+    prose = "\n\n".join(f"{clause.title}. {clause.reason}" for clause in clauses)
     tokens: list[int] = Tokenizer.from_file(str(model / "tokenizer.json")).encode(prose).ids
     return (tokens * (count // len(tokens) + 1))[:count]

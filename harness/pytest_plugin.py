@@ -40,10 +40,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the suite's options."""
     group = parser.getgroup("truetap", "truetap conformance suite")
     group.addoption("--adapter", help="capture adapter to put through the suite")
+    group.addoption("--channel", help="reply channel to put through the suite instead")
     group.addoption("--model", help="verifier directory (default: a small random Llama)")
     group.addoption("--boundaries", help="comma-separated boundaries (default: EAGLE-3's)")
     group.addoption("--spec", help="JSON file with engine settings; see EngineSpec")
-    group.addoption("--profile", default="core", help="clauses to require (default: core)")
+    group.addoption(
+        "--profile", help="clauses to run and require (default: core; with --channel: reply)"
+    )
     group.addoption("--report", help="write the conformance report to this file")
 
 
@@ -62,15 +65,22 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(reporter, "truetap-reporter")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Require a clause on every conformance test."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Require a clause on every conformance test; leave out those of other profiles."""
     suite = _suite_folder()
+    wanted = contract.clauses_of(_profile(config))
+    others = []
     for item in items:
         mark = item.get_closest_marker("clause")
         if mark is not None and mark.args and mark.args[0] in contract.CLAUSES:
             item.user_properties.append((_CLAUSE, mark.args[0]))
+            if mark.args[0] not in wanted:
+                others.append(item)
         elif mark is not None or item.path.parent == suite:
             raise pytest.UsageError(f"{item.nodeid} names no clause of the contract")
+    if others:
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
 
 
 @pytest.fixture
@@ -106,6 +116,19 @@ class SuiteRun:
         self.environment = asdict(self._session.environment())
         reference = Reference(Path(spec.model), spec.dtype)
         return observe(self._session, spec, reference, {}, _say)
+
+    def observe_channel(self) -> Any:
+        """Open the reply channel, tensor parallel over two ranks, and drive it."""
+        from truetap.harness import registry
+        from truetap.harness.channel import observe_channel
+
+        name = self._config.getoption("channel")
+        if not name:
+            raise UsageError("name the reply channel under test", remedy="--channel collect")
+        spec = _spec(self._config, self._scratch, tensor_parallel_size=2)
+        seen = observe_channel(registry.find_channel(name), spec, self._scratch, _say)
+        self.environment = asdict(seen.environment)
+        return seen
 
     def close(self) -> None:
         """Close the engine."""
@@ -156,11 +179,15 @@ class _Reporter:
                 remedy="make the folder first",
             )
         self._started = time.monotonic()
-        adapter = config.getoption("adapter", None) or ""
+        adapter, channel = (config.getoption(name, None) or "" for name in ("adapter", "channel"))
+        if adapter and channel:
+            raise UsageError(
+                "--adapter and --channel name different subjects", remedy="give one of them"
+            )
         self._report = report.blank(
-            config.getoption("profile", "core"),
+            _profile(config),
             evidence="live",
-            adapter=adapter,
+            adapter=adapter or channel,
             spec=_spec_record(config),
             suite_digest=suite_digest(),
             started=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -191,10 +218,17 @@ class _Reporter:
             self._report.write(Path(self._path))
 
 
+def _profile(config: pytest.Config) -> str:
+    default = "reply" if config.getoption("channel", None) else "core"
+    return config.getoption("profile", None) or default
+
+
 def suite_digest() -> str:
     """Return the SHA-256 of the code that judges: the suite's tests and the harness they use."""
     harness = Path(__file__).parent
-    files = [*harness.glob("*.py"), *(harness / "adapters").glob("*.py")]
+    files = [*harness.glob("*.py")]
+    for folder in ("adapters", "channels"):
+        files += (harness / folder).glob("*.py")
     if suite := _suite_folder():
         files += suite.glob("*.py")
     digest = hashlib.sha256()
@@ -209,10 +243,10 @@ def _suite_folder() -> Path | None:
     return Path(suite.origin).parent if suite and suite.origin else None
 
 
-def _spec(config: pytest.Config, scratch: Path) -> EngineSpec:
+def _spec(config: pytest.Config, scratch: Path, **defaults: Any) -> EngineSpec:
     from truetap.harness import boundaries, random_verifier, verifier
 
-    record = _spec_record(config)
+    record = {**defaults, **_spec_record(config)}
     if not record.get("model"):
         record["model"] = str(random_verifier.tiny_llama(scratch / "tiny-llama"))
     if not record.get("boundaries"):

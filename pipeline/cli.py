@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
+from truetap.pipeline import cli_engine
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -158,8 +159,9 @@ def doctor(as_json: bool, expect_env: str | None) -> None:
         click.echo(json.dumps(diagnosis.as_dict(), indent=1))
     else:
         examination.print_diagnosis(diagnosis, _console())
-    if expect_env:
+    if expect_env:  # of engines that need not be able to run the demo
         examination.require_engine(expect_env)
+        return
     if not diagnosis.can_run_demo:
         raise CouldNotRun("something needed here is missing", remedy="see above")
 
@@ -281,6 +283,10 @@ def run(config: Path, mutant: str | None) -> None:
     # Does not hold the folder itself: each stage does, in a process of its own.
     stage = Stage(config, mutant)
     whole.run(stage)
+
+
+app.add_command(cli_engine.surface)
+app.add_command(cli_engine.record)
 
 
 if __name__ == "__main__":

