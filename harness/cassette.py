@@ -130,7 +130,7 @@ class Session:
     engine: Engine
     environment: Environment
     recorded: Recorded
-    model_licence: str = "random weights"
+    model_licence: str
 
 
 @dataclass(frozen=True)

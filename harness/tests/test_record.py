@@ -144,6 +144,7 @@ def test_a_session_becomes_a_cassette(notes: Path, model: Path, tmp_path: Path) 
     read = cassette.read(folders[0])
     assert (read.session.case, read.session.world_size) == ("mp-tp2-raised", 2)
     assert read.session.engine.version == "9.9.0"
+    assert read.session.model_licence == "not recorded"  # a model of the caller's own
     assert read.session.recorded.command == "truetap record --into DIR"
     assert read["rank 0 raises"].outcome == Raised("ValueError", "asked to fail")
     assert read["missing method"].outcome.type == "AttributeError"  # type: ignore[union-attr]

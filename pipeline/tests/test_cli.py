@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VERBS = [
-    *("certify", "conform", "doctor", "evaluate", "extract", "gate"),
+    *("adapters", "certify", "clauses", "conform", "doctor", "evaluate", "extract", "gate"),
     *("prepare", "record", "run", "surface", "train"),
 ]
-WITHOUT_CONFIG = {"doctor", "record", "surface"}
+WITHOUT_CONFIG = {"adapters", "clauses", "doctor", "record", "surface"}
 MUSTS = [id_ for id_ in contract.PROFILES["core"] if contract.CLAUSES[id_].level == "MUST"]
 
 

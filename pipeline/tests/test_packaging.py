@@ -15,10 +15,14 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from truetap.harness import contract
+from truetap.harness.surface import facts
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("harness", "conformance", "pipeline")
+SURFACES = "fixtures/surfaces"
 DATA_SUFFIXES = {".py", ".toml", ".json", ".html"}
 NOT_SOURCES = (
     ".git", ".venv", ".tox", "build", "dist", "runs", "*.egg-info", "__pycache__",
@@ -101,9 +105,10 @@ def entry_points(wheel: Path) -> configparser.ConfigParser:
 
 
 def wanted_from(root: Path) -> set[str]:
-    """Every source and data file of the packages, however deep, but for our own tests."""
+    """Every source and data file of the packages, however deep, but for our own tests; facts."""
     files = [path.relative_to(root) for package in PACKAGES for path in (root / package).rglob("*")]
-    return {
+    surfaces = {f"truetap/surfaces/{path.name}" for path in (root / SURFACES).glob("*.json")}
+    return surfaces | {
         f"truetap/{path.as_posix()}"
         for path in files
         if path.suffix in DATA_SUFFIXES or path.name == "py.typed"
@@ -206,8 +211,18 @@ def test_a_slow_import_would_be_seen(elsewhere: Elsewhere) -> None:
 
 
 def test_conformance_suite_collects_from_the_wheel(elsewhere: Elsewhere) -> None:
-    arguments = ("--pyargs", "truetap.conformance", "--collect-only", "-q")
-    output = elsewhere.run(elsewhere.python, "-m", "pytest", "-p", "no:cacheprovider", *arguments)
-    collected = re.search(r"^(\d+) tests? collected", output, flags=re.MULTILINE)
-    assert collected, output
-    assert int(collected[1]) > 0
+    arguments = (
+        "-p",
+        "no:cacheprovider",
+        "--pyargs",
+        "truetap.conformance",
+        "--collect-only",
+        "-q",
+    )
+    for subject, profile in ((), "core"), (("--channel", "collect"), "reply"):
+        output = elsewhere.run(elsewhere.python, "-m", "pytest", *arguments, *subject)
+        collected = re.search(r"^(\d+)/\d+ tests collected", output, flags=re.MULTILINE)
+        assert collected, output
+        assert int(collected[1]) == len(contract.PROFILES[profile])
+    known = "from truetap.harness.surface import facts; print(len(facts.versions()))"
+    assert int(elsewhere.run(elsewhere.python, "-c", known)) == len(facts.versions())

@@ -1,0 +1,86 @@
+"""Verbs about the conformance suite: its clauses, their mutants, and what can be put through it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from truetap.harness import contract
+
+
+@click.command()
+@click.option(
+    "--profile", type=click.Choice(sorted(contract.PROFILES)), help="Only this profile's clauses."
+)
+@click.option("--mutants", is_flag=True, help="Show for each clause the faults it must catch.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def clauses(profile: str | None, mutants: bool, as_json: bool) -> None:
+    """List what the suite requires, and why.
+
+    A clause is worth what it catches: every MUST has deliberately wrong capture paths or channels,
+    and a test puts each of them through the suite.
+    """
+    wanted = contract.PROFILES[profile] if profile else tuple(contract.CLAUSES)
+    faults = _faults() if mutants else {}
+    rows = [_row(contract.CLAUSES[clause_id], faults) for clause_id in wanted]
+    if as_json:
+        click.echo(json.dumps(rows, indent=1))
+        return
+    for row in rows:
+        click.echo(f"{row['id']}  {row['level']}  {row['title']}")
+        if not mutants:
+            click.echo(f"    {row['reason']} ({', '.join(row['references'])})")
+        for name, says in row.get("mutants", {}).items():
+            click.echo(f"    {name}: {says}")
+    if mutants:
+        shown = sum(len(row["mutants"]) for row in rows)
+        click.echo(f"{shown} mutants of {len(rows)} clauses")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def adapters(as_json: bool) -> None:
+    """List the capture adapters and reply channels that are installed here.
+
+    \b
+    pytest --pyargs truetap.conformance --adapter NAME    captures, profile core
+    pytest --pyargs truetap.conformance --channel NAME    replies, profile reply
+    """  # noqa: D301
+    from truetap.harness import registry
+
+    found = {
+        "adapters": registry.names(registry.ADAPTERS),
+        "channels": registry.names(registry.CHANNELS),
+    }
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    for kind, names in found.items():
+        click.echo(f"{kind}: {', '.join(names) or 'none'}")
+
+
+def _row(clause: contract.Clause, faults: dict[str, dict[str, str]]) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "id": clause.id,
+        "level": clause.level,
+        "title": clause.title,
+        "reason": clause.reason,
+        "references": list(clause.references),
+        "since": clause.since,
+    }
+    return row | ({"mutants": faults.get(clause.id, {})} if faults else {})
+
+
+def _faults() -> dict[str, dict[str, str]]:
+    """Return what each clause must catch: the mutants' names and what they do."""
+    from truetap.harness.adapters import mutants as of_adapters
+    from truetap.harness.channels import mutants as of_channels
+
+    found: dict[str, dict[str, str]] = {}
+    for table in (of_adapters.FAULTS, of_channels.FAULTS):
+        for name, fault in table.items():
+            if fault.caught_by:
+                found.setdefault(fault.caught_by, {})[name] = fault.says
+    return found
