@@ -170,3 +170,19 @@ def summary(readings: Mapping[int, SlotReading]) -> str:
     """Return one sentence over all slots: the wrong ones if there are any."""
     wrong = [str(reading) for reading in readings.values() if not reading.right]
     return "; ".join(wrong or [str(reading) for reading in readings.values()])
+
+
+_LAST_BIT = {"float32": 0, "float16": 13, "bfloat16": 16}
+"""Of a float32 that holds such a value, the last bit of the mantissa that the dtype has."""
+
+
+def last_bit_share(states: Float32, dtype: str) -> float:
+    """Return how many of the nonzero values use the last bit of their dtype's mantissa, 0 to 1.
+
+    About half of them do, unless they were stored in a coarser format in between. NaN for a dtype
+    that is not known here.
+    """
+    if dtype not in _LAST_BIT or not states.any():
+        return float("nan")
+    bits = np.ascontiguousarray(states[states != 0], dtype=np.float32).view(np.uint32)
+    return float(np.mean((bits >> _LAST_BIT[dtype]) & 1))

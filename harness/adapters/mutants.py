@@ -127,6 +127,110 @@ def _neighbours_rows(context: _Corruptor, batch: CaptureBatch) -> CaptureBatch:
     return replace(batch, captures=tuple(captures))
 
 
+def _row_from_neighbour(context: _Corruptor, batch: CaptureBatch) -> CaptureBatch:
+    """Put one row of the next request into the middle of each: one slot of a mapping is wrong."""
+    right = [_right(context, c) for c in batch.captures]
+    captures = []
+    for index, capture in enumerate(batch.captures):
+        states = right[index].copy()
+        states[len(states) // 2] = right[(index + 1) % len(right)][0]
+        captures.append(replace(capture, states=states))
+    return replace(batch, captures=tuple(captures))
+
+
+def _stale_chunk_tail(context: _Corruptor, capture: Capture) -> Float32:
+    """Leave the rows of the last chunk as the chunk before had them."""
+    states = _right(context, capture).copy()
+    chunk = max(1, len(states) // 4)
+    if len(states) > 2 * chunk:
+        states[-chunk:] = states[-2 * chunk : -chunk]
+    return states
+
+
+def _last_chunk_only(context: _Corruptor, capture: Capture) -> Float32:
+    states = _right(context, capture)
+    return states[-max(1, len(states) // 2) :]
+
+
+def _cached_prefix_missing(context: _Corruptor, batch: CaptureBatch) -> CaptureBatch:
+    """Leave out the rows of whole cache blocks that an earlier request of the batch had."""
+    block, seen, captures = 16, set(), []
+    for capture in batch.captures:
+        blocks = [
+            capture.token_ids[: end + block]
+            for end in range(0, len(capture.token_ids) - block, block)
+        ]
+        cached = 0
+        for prefix in blocks:
+            cached = len(prefix) if prefix in seen else cached
+        seen.update(blocks)
+        captures.append(replace(capture, states=_right(context, capture)[cached:]))
+    return replace(batch, captures=tuple(captures))
+
+
+def _warm_up_rows(context: _Corruptor, batch: CaptureBatch) -> CaptureBatch:
+    """Begin with the rows that the engine's warm-up left: the founding run had 943 for 771."""
+    captures = [replace(c, states=_right(context, c)) for c in batch.captures]
+    first = captures[0].states
+    captures[0] = replace(captures[0], states=np.concatenate([np.ones_like(first[:1]), first]))
+    return replace(batch, captures=tuple(captures))
+
+
+def _aliased(context: _Corruptor, batch: CaptureBatch) -> CaptureBatch:
+    """Hand out views of one buffer, which every later request overwrites."""
+    right = [_right(context, c) for c in batch.captures]
+    buffer = np.zeros_like(max(right, key=len))
+    captures = []
+    for capture, states in zip(batch.captures, right, strict=True):
+        buffer[: len(states)] = states
+        captures.append(replace(capture, states=buffer[: len(states)]))
+    return replace(batch, captures=tuple(captures))
+
+
+def _swapped_requests(context: _Corruptor, batch: CaptureBatch) -> CaptureBatch:
+    """Give the two longest requests each other's rows, cut to length."""
+    captures = [replace(c, states=_right(context, c)) for c in batch.captures]
+    if len(captures) > 1:
+        i, j = sorted(range(len(captures)), key=lambda k: len(captures[k].states))[-2:]
+        rows = min(len(captures[i].states), len(captures[j].states))
+        ours, theirs = captures[i].states.copy(), captures[j].states.copy()
+        ours[:rows], theirs[:rows] = captures[j].states[:rows], captures[i].states[:rows]
+        captures[i] = replace(captures[i], states=ours)
+        captures[j] = replace(captures[j], states=theirs)
+    return replace(batch, captures=tuple(captures))
+
+
+def _slot_duplicated(context: _Corruptor, capture: Capture) -> Float32:
+    states = _right(context, capture).copy()
+    states[:, 1] = states[:, 0]
+    return states
+
+
+def _double_norm(context: _Corruptor, capture: Capture) -> Float32:
+    states = _right(context, capture).copy()
+    states[:, -1] = context.final_norm(context.final_norm(states[:, -1]))
+    return states
+
+
+def _zero_tail(context: _Corruptor, capture: Capture) -> Float32:
+    """Leave the last rows as they were allocated."""
+    states = _right(context, capture).copy()
+    states[len(states) - len(states) // 8 - 1 :] = 0
+    return states
+
+
+def _tensor_parallel_share(context: _Corruptor, capture: Capture) -> Float32:
+    states = _right(context, capture)
+    return states[..., : states.shape[-1] // 2]
+
+
+def _eight_bits(context: _Corruptor, capture: Capture) -> Float32:
+    """Keep three bits of every mantissa, as float8_e4m3 does, and go on calling it bfloat16."""
+    fraction, exponent = np.frexp(_right(context, capture))
+    rounded: Float32 = np.ldexp(np.round(fraction * 16) / 16, exponent).astype(np.float32)
+    return rounded
+
+
 def _text_order(context: _Corruptor, batch: CaptureBatch) -> CaptureBatch:
     """Return results sorted by request number as text: 0, 1, 10, 11, 2."""
     right = [replace(c, states=_right(context, c)) for c in batch.captures]
@@ -188,6 +292,18 @@ FAULTS: dict[str, Fault] = {
     "last-request-missing": Fault(
         "ROWS-001", "the last request of a run was never written", _last_missing
     ),
+    "last-chunk-only": Fault(
+        "ROWS-001", "of a chunked prompt only the last chunk", _states(_last_chunk_only)
+    ),
+    "cached-prefix-missing": Fault(
+        "ROWS-001", "cached blocks have no rows", _cached_prefix_missing
+    ),
+    "warm-up-rows": Fault("ROWS-001", "rows of the warm-up come first", _warm_up_rows),
+    "ids-missing": Fault(
+        "ROWS-002",
+        "no token ids come back",
+        _per_capture(lambda x, c: replace(c, states=_right(x, c), token_ids=())),
+    ),
     "ids-wrong": Fault(
         "ROWS-002",
         "ids with one token changed come back",
@@ -199,8 +315,39 @@ FAULTS: dict[str, Fault] = {
     ),
     "text-order": Fault("ROWS-002", "results in text order of request ids", _text_order),
     "neighbours-rows": Fault("ROWS-003", "rows cut from a reordered batch", _neighbours_rows),
+    "requests-swapped": Fault(
+        "LAYERS-001", "two requests have each other's rows", _swapped_requests
+    ),
+    "row-from-neighbour": Fault(
+        "LAYERS-001", "one row in the middle is a neighbour's", _row_from_neighbour
+    ),
+    "stale-chunk-tail": Fault(
+        "LAYERS-001",
+        "the last chunk's rows are those of the one before",
+        _states(_stale_chunk_tail),
+    ),
+    "buffer-aliased": Fault("LAYERS-001", "all requests are views of one reused buffer", _aliased),
+    "rows-reversed": Fault(
+        "LAYERS-001", "rows in reverse order", _states(lambda x, c: _right(x, c)[::-1])
+    ),
+    "slot-duplicated": Fault(
+        "LAYERS-001", "the second slot holds the first boundary", _states(_slot_duplicated)
+    ),
+    "scaled": Fault(
+        "LAYERS-001",
+        "states scaled, as float16 DeepSeek scales its residual",
+        _states(lambda x, c: _right(x, c) / np.float32(2.5)),
+    ),
+    "eight-bits": Fault(
+        "LAYERS-004", "values rounded to eight bits, still called bfloat16", _states(_eight_bits)
+    ),
+    "zero-tail": Fault("LAYERS-001", "the last rows were never filled", _states(_zero_tail)),
+    "double-norm": Fault("LAYERS-002", "the final norm was applied twice", _states(_double_norm)),
     "zero-slot": Fault("LAYERS-003", "one slot was never filled", _states(_zero_slot)),
     "nan-row": Fault("LAYERS-003", "one row is not a number", _states(_nan_row)),
+    "tensor-parallel-share": Fault(
+        "LAYERS-004", "one rank's half of the width", _states(_tensor_parallel_share)
+    ),
     "half-precision": Fault(
         "LAYERS-004", "states stored as float16", _per_capture(_half_precision)
     ),

@@ -241,3 +241,17 @@ def test_a_summary_speaks_of_the_wrong_slots_only(references: list[ReferenceStat
     bad = compare.read_slot(5, captured(references, 4), references)
     assert compare.summary({2: good, 5: bad}) == str(bad)
     assert compare.summary({2: good}) == str(good)
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", 23), ("float16", 10), ("bfloat16", 7)])
+def test_half_of_all_values_use_the_last_bit_unless_stored_coarser(dtype: str, bits: int) -> None:
+    values = np.random.default_rng(0).normal(size=(50, 40)).astype(np.float32)
+
+    def rounded(kept: int) -> np.ndarray:
+        dropped = np.uint32(23 - kept)
+        return ((values.view(np.uint32) >> dropped) << dropped).view(np.float32)
+
+    assert 0.45 < compare.last_bit_share(rounded(bits), dtype) < 0.55
+    assert compare.last_bit_share(rounded(bits - 1), dtype) == 0
+    assert np.isnan(compare.last_bit_share(values, "float8_e4m3fn"))
+    assert np.isnan(compare.last_bit_share(np.zeros((2, 2), np.float32), dtype))
