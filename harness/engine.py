@@ -48,6 +48,8 @@ class Prompt:
     token_ids: Sequence[int]
     sampling: dict[str, Any]
     """Arguments of vLLM's ``SamplingParams``."""
+    cache_salt: str | None = None
+    """Keeps the request's prefix-cache blocks apart from those of requests with another salt."""
 
 
 @dataclass(frozen=True)
@@ -158,11 +160,10 @@ class VllmEngine:
     def _add(self, prompt: Prompt) -> None:
         from vllm import SamplingParams
 
-        self._llm.llm_engine.add_request(
-            prompt.key,
-            {"prompt_token_ids": list(prompt.token_ids)},
-            SamplingParams(**prompt.sampling),
-        )
+        tokens: dict[str, Any] = {"prompt_token_ids": list(prompt.token_ids)}
+        if prompt.cache_salt is not None:
+            tokens["cache_salt"] = prompt.cache_salt
+        self._llm.llm_engine.add_request(prompt.key, tokens, SamplingParams(**prompt.sampling))
 
     def _bounded(self, what: str, call: Callable[[], T], deadline_s: float | None = None) -> T:
         if not self._usable:

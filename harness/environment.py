@@ -7,6 +7,7 @@ import json
 import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,17 @@ def assemble(
 def binding_digest(binding: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a binding in a stable spelling, hex."""
     return hashlib.sha256(json.dumps(binding, sort_keys=True).encode()).hexdigest()
+
+
+def source_digest(modules: Sequence[str]) -> str:
+    """Return the SHA-256 of the modules' code, hex, so that a certificate covers no other."""
+    digest = hashlib.sha256()
+    for name in modules:
+        spec = find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        digest.update(Path(spec.origin).read_bytes())
+    return digest.hexdigest()
 
 
 def differences(certified: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:

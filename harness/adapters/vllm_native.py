@@ -7,9 +7,7 @@ workers to a shard file, and announced by envelopes over ``collective_rpc``.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -160,7 +158,7 @@ class VllmNativeSession:
             payloads[0],
             boundaries=self.boundaries,
             adapter=VllmNativeAdapter.name,
-            adapter_digest=_source_digest(),
+            adapter_digest=environment.source_digest(_SOURCES),
         )
 
     def close(self) -> None:
@@ -204,14 +202,3 @@ def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
             "kv_role": "kv_producer",
         },
     }
-
-
-def _source_digest() -> str:
-    """Return the SHA-256 of the code that captures, so that a certificate covers no other."""
-    digest = hashlib.sha256()
-    for name in _SOURCES:
-        spec = find_spec(name)
-        assert spec is not None
-        assert spec.origin is not None
-        digest.update(Path(spec.origin).read_bytes())
-    return digest.hexdigest()

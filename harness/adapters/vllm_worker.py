@@ -21,7 +21,7 @@ class CaptureWorker:
 
     def truetap_facts(self, nonce: str) -> dict[str, Any]:
         """Reply with facts about this worker that can change what is captured."""
-        return self._sealed(nonce, lambda: _facts(self))
+        return self._sealed(nonce, lambda: facts(self))
 
     def truetap_flush(
         self, nonce: str, path: str, keys: list[str], loss_masks: list[bytes]
@@ -60,7 +60,8 @@ def _connector() -> Any:
     return get_kv_transfer_group()
 
 
-def _facts(worker: Any) -> dict[str, Any]:
+def facts(worker: Any) -> dict[str, Any]:
+    """Return facts about a worker that can change what is captured, as builtins."""
     import torch
     import vllm
 

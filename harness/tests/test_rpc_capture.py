@@ -1,0 +1,503 @@
+"""Hooks and schedule of the adapter ``vllm_rpc``, over stand-ins of both model runners.
+
+The stand-in model reuses its buffers and adds its residual in place, as fused kernels do. The
+stand-in scheduler reorders, cuts prompts into chunks, preempts, decodes, pads and runs dummies.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from truetap.harness.adapters import rpc_schedule, rpc_worker
+from truetap.harness.adapters.rpc_schedule import KEY_PREFIX, Span
+from truetap.harness.adapters.rpc_worker import Recorded, Recorder
+
+pytestmark = pytest.mark.torch
+
+BOUNDARIES = (0, 1, 3)
+ROOM = 64  # rows of a pass, padding included
+RUN = settings(
+    max_examples=60,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+
+def make_model(form: str) -> Any:
+    """Return a decoder of three blocks that leave their streams in one of the usual forms."""
+    import torch
+
+    class Block(torch.nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, positions: Any, hidden_states: Any, residual: Any = None) -> Any:  # noqa: ARG002
+            if residual is None:
+                residual = hidden_states
+            else:
+                residual.add_(hidden_states)  # as a fused kernel does
+            residual.add_(self.number + 1)
+            hidden = residual * 0.5
+            if form == "stream":
+                return residual.add_(hidden)
+            return (residual.add_(hidden),) if form == "tuple of one" else (hidden, residual)
+
+    class Decoder(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([Block(number) for number in range(3)])
+            self.buffer = torch.zeros(ROOM, 4)
+
+        def forward(self, ids: Any, positions: Any) -> Any:
+            hidden = self.buffer[: len(ids)]
+            hidden.copy_(embedded(ids, positions))
+            state: Any = hidden
+            for block in self.layers:
+                both = state if isinstance(state, tuple) else (state,)
+                state = block(positions, *both)
+            return state
+
+    return Decoder()
+
+
+def embedded(ids: Any, positions: Any) -> Any:
+    import torch
+
+    return torch.stack([ids, positions, ids + positions, ids * 0 + 1], 1).float()
+
+
+def expected(prompt: list[int]) -> Any:
+    """Return ``[tokens, boundaries, 4]`` by plain arithmetic."""
+    import torch
+
+    stream = embedded(torch.tensor(prompt), torch.arange(len(prompt)))
+    streams = [stream]
+    for number in range(3):
+        stream = (stream + number + 1) * 1.5
+        streams.append(stream)
+    return torch.stack([streams[k] for k in BOUNDARIES], 1)
+
+
+@dataclass
+class Request:
+    """A request as the stand-in scheduler sees it."""
+
+    req_id: str
+    prompt: list[int]
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt)
+
+
+class RunnerV1:
+    """Keeps the schedule of a pass in the buffers where V1 keeps it."""
+
+    def __init__(self, model: Any, context: Any) -> None:
+        import torch
+
+        self.model, self.context = model, context
+        self.requests: dict[str, Any] = {}
+        self.input_batch = SimpleNamespace(
+            req_ids=[], num_computed_tokens_cpu=np.zeros(ROOM, dtype=np.int32)
+        )
+        self.query_start_loc = SimpleNamespace(np=np.zeros(ROOM + 1, dtype=np.int32))
+        self.input_ids = SimpleNamespace(cpu=torch.zeros(ROOM, dtype=torch.int32))
+
+    def execute_model(self, step: list[tuple[Request, int]], padding: int) -> None:
+        import torch
+
+        self.requests = {
+            one.req_id: SimpleNamespace(prompt_token_ids=one.prompt) for one, _ in step
+        }
+        self.input_batch.req_ids = [one.req_id for one, _ in step]
+        ids, positions = laid_out(step)
+        starts = np.cumsum([0, *(count for _, count in step)])
+        self.query_start_loc.np[: len(starts)] = starts
+        self.query_start_loc.np[len(starts) :] = starts[-1]
+        for index, (one, _) in enumerate(step):
+            self.input_batch.num_computed_tokens_cpu[index] = one.computed
+        self.input_ids.cpu[: len(ids)] = torch.tensor(ids)
+        self.context.attn_metadata = {}
+        self.model(self.input_ids.cpu[: len(ids) + padding], padded(positions, padding))
+
+    def dummy_run(self, rows: int) -> None:
+        import torch
+
+        self.context.attn_metadata = None
+        self.model(torch.zeros(rows, dtype=torch.int32), torch.arange(rows))
+
+
+class RunnerV2:
+    """Keeps the schedule of a pass in a local variable, as V2 does."""
+
+    def __init__(self, model: Any, lengths_in_a_buffer: bool) -> None:
+        self.model = model
+        self.lengths = np.zeros(ROOM, dtype=np.int32)
+        lengths = SimpleNamespace(np=self.lengths) if lengths_in_a_buffer else self.lengths
+        self.req_states = SimpleNamespace(prompt_len=lengths)
+
+    def execute_model(self, step: list[tuple[Request, int]], padding: int) -> None:
+        import torch
+
+        ids, positions = laid_out(step)
+        slots = [ROOM - 1 - index for index in range(len(step))]  # not the order of the batch
+        for slot, (one, _) in zip(slots, step, strict=True):
+            self.lengths[slot] = len(one.prompt)
+        input_batch = SimpleNamespace(
+            req_ids=[one.req_id for one, _ in step],
+            query_start_loc_np=np.cumsum([0, *(count for _, count in step)]),
+            idx_mapping_np=np.array(slots),
+            positions=padded(positions, padding),
+            input_ids=torch.tensor(ids + [0] * padding, dtype=torch.int32),
+        )
+        self.model(input_batch.input_ids, input_batch.positions)
+
+    def dummy_run(self, rows: int) -> None:
+        self.execute_model([(Request(f"req_{i}_f00", [0]), 1) for i in range(rows)], 0)
+
+
+def laid_out(step: list[tuple[Request, int]]) -> tuple[list[int], list[int]]:
+    ids, positions = [], []
+    for one, count in step:
+        ids += one.tokens[one.computed : one.computed + count]
+        positions += range(one.computed, one.computed + count)
+    return ids, positions
+
+
+def padded(positions: list[int], padding: int) -> Any:
+    import torch
+
+    return torch.tensor(positions + [0] * padding)
+
+
+def serve(runner: Any, requests: list[Request], rng: random.Random) -> None:
+    """Run all requests to their end in steps as no scheduler would dare."""
+    unfinished = list(requests)
+    while unfinished:
+        chosen = rng.sample(unfinished, rng.randint(1, min(4, len(unfinished))))
+        step = []
+        for one in chosen:
+            if one.computed and rng.random() < 0.15:  # preempted; it may keep some cached blocks
+                one.computed = rng.choice([0, one.computed // 2])
+            step.append((one, rng.randint(1, min(12, len(one.tokens) - one.computed))))
+        runner.execute_model(step, rng.randint(0, 3))
+        for one, count in step:
+            one.computed += count
+            if one.computed == len(one.tokens):
+                one.tokens.append(900 + rng.randint(0, 99))  # the next pass decodes it
+            if len(one.tokens) > len(one.prompt) + rng.randint(1, 3):
+                unfinished.remove(one)
+        if rng.random() < 0.3:
+            runner.dummy_run(rng.randint(1, 20))
+
+
+def make_requests(rng: random.Random) -> list[Request]:
+    """Return twelve requests and more, some of them not for us."""
+    requests = []
+    for index in range(rng.randint(13, 16)):
+        prefix = KEY_PREFIX if index % 5 else "other:"
+        suffix = "-ab12cd34" if index % 2 else ""  # as releases from 0.14 on add
+        prompt = [rng.randint(1, 899) for _ in range(rng.randint(1, 30))]
+        requests.append(Request(f"{prefix}c0ffee:{index}{suffix}", prompt))
+    return requests
+
+
+@pytest.fixture
+def context(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stand in for vLLM's forward context."""
+    context = SimpleNamespace(attn_metadata=None)
+    module: Any = ModuleType("vllm.forward_context")
+    module.get_forward_context = lambda: context
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, "vllm.forward_context", module)
+    return context
+
+
+MakeRunner = Callable[[Any], Any]
+
+
+@pytest.fixture(params=["v1", "v2 with arrays", "v2 with buffers"])
+def make_runner(request: pytest.FixtureRequest, context: Any) -> MakeRunner:
+    if request.param == "v1":
+        return partial(RunnerV1, context=context)
+    return partial(RunnerV2, lengths_in_a_buffer=request.param == "v2 with buffers")
+
+
+def watched(
+    runner: Any, spans: Callable[[], list[Span]] | None = None, kind: type[Recorder] = Recorder
+) -> Recorder:
+    recorder = kind(spans or partial(rpc_schedule.spans, runner))
+    recorder.attach(list(runner.model.layers), BOUNDARIES)
+    return recorder
+
+
+def complaints(recorder: Recorder, requests: list[Request]) -> Iterator[str]:
+    """Yield what is wrong with the recorded rows of all requests."""
+    import torch
+
+    ours = [one for one in requests if one.req_id.startswith(KEY_PREFIX)]
+    taken, others = recorder.take([one.req_id.partition("-")[0] for one in ours])
+    if others:
+        yield f"{others} others"
+    for one, recorded in zip(ours, taken, strict=True):
+        if recorded is None or recorded.rows() != len(one.prompt):
+            yield "rows missing"
+        elif recorded.token_ids.tolist() != one.prompt:
+            yield "other tokens"
+        elif not torch.equal(recorded.states, expected(one.prompt)):
+            yield "other states"
+
+
+@RUN
+@given(seed=st.integers(0, 2**32 - 1))
+@pytest.mark.parametrize("form", ["hidden and residual", "stream", "tuple of one"])
+def test_every_row_under_any_schedule(make_runner: MakeRunner, form: str, seed: int) -> None:
+    rng = random.Random(seed)
+    runner, requests = make_runner(make_model(form)), make_requests(rng)
+    recorder = watched(runner)
+    serve(runner, requests, rng)
+    assert list(complaints(recorder, requests)) == []
+
+
+def in_order_of_submission(runner: Any, real: list[Span]) -> list[Span]:  # noqa: ARG001
+    ordered = sorted(real, key=lambda span: int(span.key.rpartition(":")[2]))
+    moved, row = [], 0
+    for span in ordered:
+        moved.append(replace(span, row=row))
+        row += len(span.token_ids)
+    return moved
+
+
+def without_positions(runner: Any, real: list[Span]) -> list[Span]:  # noqa: ARG001
+    return [
+        replace(span, position=0)
+        for span in real
+        if span.position + len(span.token_ids) <= span.prompt_length
+    ]
+
+
+def with_dummy_rows(runner: Any, real: list[Span]) -> list[Span]:
+    """Take a dummy run for a pass of the requests that are still in the buffers."""
+    return real or [
+        Span(req_id.partition("-")[0], 0, 0, [0], len(runner.requests[req_id].prompt_token_ids))
+        for req_id in runner.input_batch.req_ids
+        if req_id.startswith(KEY_PREFIX)
+    ]
+
+
+def first_chunk_only(runner: Any, real: list[Span]) -> list[Span]:  # noqa: ARG001
+    return [span for span in real if span.position == 0]
+
+
+@pytest.mark.parametrize(
+    "fault", [in_order_of_submission, without_positions, with_dummy_rows, first_chunk_only]
+)
+def test_a_wrong_schedule_is_found_out(context: Any, fault: Any) -> None:
+    found: set[str] = set()
+    for seed in range(10):
+        rng = random.Random(seed)
+        runner, requests = RunnerV1(make_model("stream"), context), make_requests(rng)
+        recorder = watched(runner, lambda r=runner: fault(r, rpc_schedule.spans(r)))  # type: ignore[misc]
+        serve(runner, requests, rng)
+        found |= set(complaints(recorder, requests))
+    assert found
+
+
+class Aliasing(Recorder):
+    """Keeps views of the engine's memory, and looks at them at the end."""
+
+    def _store(self, slot: int, stream: Any) -> None:
+        super()._store(slot, stream)
+        for span in self._step:
+            theirs = stream[span.row : span.row + len(span.token_ids)]
+            self.views.append((self._requests[span.key], rpc_worker._places(span), slot, theirs))
+
+    def take(self, keys: Any) -> Any:
+        for request, places, slot, theirs in self.views:
+            request.states[places, slot] = theirs
+        return super().take(keys)
+
+    views: list[Any] = []  # noqa: RUF012
+
+
+def test_the_stand_in_reuses_its_memory(context: Any) -> None:
+    """A recorder that does not copy in the hook is found out."""
+    rng = random.Random(0)
+    runner, requests = RunnerV1(make_model("stream"), context), make_requests(rng)
+    recorder = watched(runner, kind=Aliasing)
+    serve(runner, requests, rng)
+    assert "other states" in set(complaints(recorder, requests))
+
+
+def test_a_dummy_run_after_requests_records_nothing(make_runner: MakeRunner) -> None:
+    """V1 leaves the last batch in its buffers, and its finished requests with it."""
+    runner = make_runner(make_model("stream"))
+    recorder = watched(runner)
+    runner.dummy_run(5)
+    assert recorder.take([]) == ([], 0)
+    runner.execute_model([(Request(f"{KEY_PREFIX}c0ffee:0", [5, 6]), 2)], 0)
+    assert recorder.take([]) == ([], 1)
+    runner.dummy_run(5)
+    assert recorder.take([]) == ([], 0)
+
+
+def test_recomputed_rows_replace_and_are_counted(context: Any) -> None:
+    runner = RunnerV1(make_model("stream"), context)
+    recorder = watched(runner)
+    one = Request(f"{KEY_PREFIX}c0ffee:0", [5, 6, 7, 8])
+    for computed, count in ((0, 3), (0, 2), (2, 2)):
+        one.computed = computed
+        runner.execute_model([(one, count)], 0)
+    (taken,), _ = recorder.take([one.req_id])
+    assert taken is not None
+    assert (taken.rows(), taken.recomputed) == (4, 3)
+
+
+def test_a_row_that_no_pass_computes_is_missing(context: Any) -> None:
+    """As with a cached prefix: nothing is shifted into its place."""
+    runner = RunnerV1(make_model("stream"), context)
+    recorder = watched(runner)
+    one = Request(f"{KEY_PREFIX}c0ffee:0", [5, 6, 7, 8])
+    one.computed = 2
+    runner.execute_model([(one, 2)], 0)
+    (taken,), _ = recorder.take([one.req_id])
+    assert taken is not None
+    assert taken.rows() == 2
+    assert taken.token_ids.tolist() == [-1, -1, 7, 8]
+    assert not taken.states[:2].any()
+
+
+def test_a_share_of_the_rows_is_refused(context: Any) -> None:
+    """Sequence-parallel blocks leave each rank a part of the rows."""
+    runner = RunnerV1(make_model("stream"), context)
+    recorder = watched(runner)
+    runner.model.layers[2].register_forward_hook(lambda *a: a[2][:2], prepend=True)
+    runner.execute_model([(Request(f"{KEY_PREFIX}c0ffee:0", [5, 6, 7]), 3)], 0)
+    with pytest.raises(RuntimeError, match=r"leaves \(2, 4\) where rows up to 3 .* a part only"):
+        recorder.take([])
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        (lambda x: (x, x, x), "leaves 3 values"),
+        (lambda x: (x, x[:1]), "leaves 2 values"),
+        (lambda x: x.double(), "float32 and torch.float64"),
+    ],
+)
+def test_a_block_of_an_unknown_kind_is_refused(context: Any, output: Any, said: str) -> None:
+    runner = RunnerV1(make_model("stream"), context)
+    recorder = watched(runner)
+    runner.model.layers[2].register_forward_hook(lambda *a: output(a[2]), prepend=True)
+    runner.execute_model([(Request(f"{KEY_PREFIX}c0ffee:0", [5, 6, 7]), 3)], 0)
+    with pytest.raises(RuntimeError, match=said):
+        recorder.take([])
+
+
+def test_an_unknown_runner_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="not a model runner that truetap can read"):
+        rpc_schedule.spans(SimpleNamespace())
+
+
+def test_a_v2_runner_that_keeps_its_batch_elsewhere_is_refused(context: Any) -> None:  # noqa: ARG001
+    runner = RunnerV2(make_model("stream"), lengths_in_a_buffer=True)
+    with pytest.raises(RuntimeError, match="execute_model keeps no input_batch"):
+        rpc_schedule.spans(runner)
+
+
+def test_digests_tell_states_and_tokens_apart() -> None:
+    import torch
+
+    def one(value: float = 1.0, token: int = 5) -> Recorded:
+        return Recorded(
+            states=torch.full((1, 1, 2), value, dtype=torch.bfloat16),
+            token_ids=np.array([token]),
+            there=np.ones((1, 1), dtype=np.bool_),
+        )
+
+    assert one().digest() == one().digest()
+    assert len({one().digest(), one(value=2.0).digest(), one(token=6).digest()}) == 3
+
+
+def test_blocks_are_found_in_wrapped_models_only_if_they_are_the_only_ones() -> None:
+    import torch
+
+    decoder = make_model("stream")
+    wrapped = torch.nn.ModuleDict({"visual": make_model("stream"), "language_model": decoder})
+    with pytest.raises(RuntimeError, match=r"found 2: visual.layers, language_model.layers"):
+        rpc_worker.find_blocks(wrapped, 3)
+    wrapped.get_language_model = lambda: torch.nn.ModuleDict({"model": decoder})
+    assert rpc_worker.find_blocks(wrapped, 3) == list(decoder.layers)
+    decoder.layers[1].experts = torch.nn.ModuleList([torch.nn.Identity() for _ in range(3)])
+    assert rpc_worker.find_blocks(decoder, 3) == list(decoder.layers)
+    with pytest.raises(RuntimeError, match="found 0: none"):
+        rpc_worker.find_blocks(decoder, 4)
+
+
+def a_worker(**settings_: Any) -> Any:
+    """Return a worker with a stand-in runner in it."""
+    found = {"enforce_eager": True, "pipeline_parallel_size": 1} | settings_
+    worker: Any = rpc_worker.RpcWorker()
+    worker.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            enforce_eager=found["enforce_eager"],
+            hf_text_config=SimpleNamespace(num_hidden_layers=3),
+        ),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=found["pipeline_parallel_size"]),
+    )
+    worker.rank = found.get("rank", 0)
+    runner = RunnerV2(make_model("stream"), lengths_in_a_buffer=True)
+    runner.get_model = lambda: runner.model  # type: ignore[attr-defined]
+    worker.model_runner = runner
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("settings_", "said"),
+    [
+        ({"enforce_eager": False}, "enforce_eager is off"),
+        ({"pipeline_parallel_size": 2}, "pipeline stage"),
+    ],
+)
+def test_a_worker_whose_hooks_would_miss_rows_refuses(settings_: dict[str, Any], said: str) -> None:
+    with pytest.raises(RuntimeError, match=said):
+        a_worker(**settings_).truetap_watch(list(BOUNDARIES))
+
+
+def test_a_worker_is_watched_once() -> None:
+    worker = a_worker()
+    assert worker.truetap_watch(list(BOUNDARIES)) == 2
+    with pytest.raises(RuntimeError, match="watched already"):
+        worker.truetap_watch(list(BOUNDARIES))
+
+
+def test_states_come_from_rank_0_and_digests_from_all() -> None:
+    replies = []
+    for rank in (0, 1):
+        worker = a_worker(rank=rank)
+        worker.truetap_watch(list(BOUNDARIES))
+        one = Request(f"{KEY_PREFIX}c0ffee:0", [5, 6])
+        worker.model_runner.execute_model([(one, 2)], 0)
+        replies.append(worker.truetap_take([one.req_id, "truetap:c0ffee:1"]))
+    first, second = replies
+    assert first["rows"] == first["tokens"] == [2, 0]
+    assert first["token_ids"] == [[5, 6], []]
+    assert first["states"][1] is None
+    assert {**second, "states": first["states"], "token_ids": first["token_ids"]} == first
+    assert not second.keys() & {"states", "token_ids"}
