@@ -183,7 +183,7 @@ def _kill(session: subprocess.Popen[bytes]) -> None:
 
 
 def _is_of(process: psutil.Process, session: int) -> bool:
-    """Tell whether a process is of this session, and not Python's own that cleans up after it."""
+    """Tell whether a process is in that POSIX session; Python's own that cleans up is left out."""
     with suppress(psutil.Error, OSError):
         return os.getsid(process.pid) == session and "resource_tracker" not in " ".join(
             process.cmdline()

@@ -205,21 +205,32 @@ FAULTS = (
 )
 
 
-@given(st.sampled_from(strategies.BOUNDARY_RELEASES), strategies.calls(), st.sampled_from(FAULTS))
-@settings(max_examples=300, deadline=None)
-def test_with_a_nonce_no_fault_gets_through(version: str, call: Call, fault: str) -> None:
-    nonce = envelope.new_nonce()
-    sent = [sealed(nonce, rank, call.world_size) for rank in range(call.world_size)]
+def answered(version: str, call: Call, sent: list[Any]) -> Any:
+    """What the release answers, or None where it refuses or waits for ever."""
     try:
         raw = strategies.answer(version, call, sent)
-    except Exception:
-        return
-    if not isinstance(raw, Future) or raw.done():
-        pass
-    else:
-        return
-    if isinstance(raw, list) and any(isinstance(f, Future) and not f.done() for f in raw):
-        return
+    except (TypeError, IndexError, AttributeError, RuntimeError, LookupError, strategies.Hangs):
+        return None
+    futures = raw if isinstance(raw, list) else [raw]
+    pending = any(isinstance(future, Future) and not future.done() for future in futures)
+    return None if pending else raw
+
+
+ANSWERED = [
+    (version, call)
+    for version in strategies.BOUNDARY_RELEASES
+    for call in every_call(strategies.WORLD_SIZES)
+    if answered(version, call, [{}] * call.world_size) is not None
+]
+
+
+@given(st.sampled_from(ANSWERED), st.sampled_from(FAULTS))
+@settings(max_examples=300, deadline=None)
+def test_with_a_nonce_no_fault_gets_through(drawn: tuple[str, Call], fault: str) -> None:
+    version, call = drawn
+    nonce = envelope.new_nonce()
+    sent = [sealed(nonce, rank, call.world_size) for rank in range(call.world_size)]
+    raw = answered(version, call, sent)
     right = normalise(raw, call, surface(version), nonce=nonce)
     assert right == {rank: {"rank": rank} for rank in asked_for(call)}
     with pytest.raises(TruetapError, match=f"vLLM {version}, {call.executor}"):
@@ -289,6 +300,21 @@ def test_an_aggregate_belongs_to_its_output_rank() -> None:
     assert normalise({"kv": 1}, call, surface("0.11.1")) == {1: {"kv": 1}}
     with pytest.raises(reply.ModeNotOffered):
         normalise({"kv": 1}, call, surface("0.11.0"))
+    later = Call("mp", 2, aggregator=True, non_block=True)
+    future: Future[Any] = Future()
+    future.set_result({"kv": 1})
+    assert normalise(future, later, surface("0.33.0")) == {0: {"kv": 1}}
+    with pytest.raises(reply.ReplyNotAsContracted, match="future_of_aggregate"):
+        normalise({"kv": 1}, later, surface("0.33.0"))
+
+
+def test_the_first_release_named_rank_0_in_another_way() -> None:
+    call = Call("mp", 2, rank0_reply_only=True)
+    assert normalise([["L0", "L1"]], call, surface("0.8.5")) == {0: ["L0", "L1"]}
+    with pytest.raises(reply.ReplyNotAsContracted):
+        normalise(["L0", "L1"], call, surface("0.8.5"))
+    with pytest.raises(reply.ModeNotOffered):
+        normalise([["L0"]], call, surface("0.9.0"))
 
 
 class AsyncModelRunnerOutput:
