@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import secrets
 import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -135,6 +136,12 @@ class VllmEngine:
             for output in self._bounded("step", self._llm.llm_engine.step):
                 if output.finished:
                     yield _finished(output, running.pop(output.request_id))
+
+    def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float] | None:
+        """Return the log-probability of each token but the first, given those before it."""
+        sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "prompt_logprobs": 0}
+        (finished,) = self.generate([Prompt(secrets.token_hex(8), token_ids, sampling)])
+        return finished.prompt_logprobs
 
     def rpc(self, method: str, *arguments: Any) -> Any:
         """Return the raw reply of ``collective_rpc``, untouched.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from truetap.harness import verifier
+from truetap.harness.errors import CheckFailed
 from truetap.harness.model import Environment
 
 
@@ -50,6 +51,19 @@ def assemble(
 def binding_digest(binding: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a binding in a stable spelling, hex."""
     return hashlib.sha256(json.dumps(binding, sort_keys=True).encode()).hexdigest()
+
+
+def agreed(by_rank: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the facts of rank 0, which all ranks must share; raise ``CheckFailed`` if not."""
+    first = by_rank[0]
+    for rank, facts in enumerate(by_rank):
+        if facts != first:
+            names = {*facts, *first}
+            differing = sorted(
+                k for k in names if (k in facts, facts.get(k)) != (k in first, first.get(k))
+            )
+            raise CheckFailed(f"ranks 0 and {rank} differ in {', '.join(differing)}")
+    return first
 
 
 def source_digest(modules: Sequence[str]) -> str:

@@ -136,10 +136,7 @@ class VllmNativeSession:
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float] | None:
         """Ask the capturing engine itself for the prompt's log-probabilities."""
-        sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "prompt_logprobs": 0}
-        nonce = envelope.new_nonce()
-        (finished,) = self._engine.generate([Prompt(nonce, token_ids, sampling)])
-        return finished.prompt_logprobs
+        return self._engine.prompt_logprobs(token_ids)
 
     def environment(self) -> Environment:
         """Return facts read from every worker; they must agree."""
@@ -150,12 +147,8 @@ class VllmNativeSession:
             world_size=self._spec.tensor_parallel_size,
             method="truetap_facts",
         )
-        for rank, facts in enumerate(payloads):
-            if facts != payloads[0]:
-                differing = sorted(k for k in facts if facts[k] != payloads[0].get(k))
-                raise CheckFailed(f"ranks 0 and {rank} differ in {', '.join(differing)}")
         return environment.assemble(
-            payloads[0],
+            environment.agreed(payloads),
             boundaries=self.boundaries,
             adapter=VllmNativeAdapter.name,
             adapter_digest=environment.source_digest(_SOURCES),

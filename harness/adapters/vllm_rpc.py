@@ -115,20 +115,13 @@ class VllmRpcSession:
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float] | None:
         """Ask the capturing engine itself for the prompt's log-probabilities."""
-        sampling = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "prompt_logprobs": 0}
-        nonce = envelope.new_nonce()
-        (finished,) = self._engine.generate([Prompt(nonce, token_ids, sampling)])
-        return finished.prompt_logprobs
+        return self._engine.prompt_logprobs(token_ids)
 
     def environment(self) -> Environment:
         """Return facts read from every worker; they must agree."""
         by_rank = self._collect("truetap_facts")
-        for rank, facts in by_rank.items():
-            if facts != by_rank[0]:
-                differing = sorted(k for k in facts if facts[k] != by_rank[0].get(k))
-                raise CheckFailed(f"ranks 0 and {rank} differ in {', '.join(differing)}")
         return environment.assemble(
-            by_rank[0],
+            environment.agreed(list(by_rank.values())),
             boundaries=self.boundaries,
             adapter=VllmRpcAdapter.name,
             adapter_digest=environment.source_digest(_SOURCES),
