@@ -8,50 +8,159 @@ matter, norm weights that are not 1, and some massive activations, as real model
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from truetap.harness.errors import CouldNotRun
 
+_COMMON: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.12,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 1,
+}
+
 
 def tiny_llama(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
-    """Write a Llama of ``num_blocks`` blocks, width 128, vocabulary 512; 3 MB, in float32.
+    """Write a Llama of ``num_blocks`` blocks, width 128, vocabulary 512; 7 MB, in float32.
 
     Twelve blocks, so that sorting ids as text ("10" before "2") would show.
     """
+    settings = {"num_key_value_heads": 2, "num_hidden_layers": num_blocks}
+    return _build(directory, "tiny_llama", "Llama", settings, seed)
+
+
+def tiny_qwen3(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
+    """Write a Qwen3: as ``tiny_llama``, with norms on queries and keys; 7 MB."""
+    settings = {"num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": num_blocks}
+    return _build(directory, "tiny_qwen3", "Qwen3", settings, seed)
+
+
+def tiny_qwen3_next(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
+    """Write a Qwen3-Next: norms of Gemma's kind, which multiply by ``1 + weight``; 9 MB.
+
+    It stands for Gemma too, of which vLLM 0.32.0 can capture only the fourth generation, and that
+    one has plain norms. Every fourth block attends, the others are gated delta nets; two have
+    experts.
+    """
+    settings = {
+        "initializer_range": 0.06,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_hidden_layers": num_blocks,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 128,  # vLLM's CPU kernel refuses 32
+        "linear_value_head_dim": 128,
+        "decoder_sparse_step": 5,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+        # All are chosen: with two of four, bfloat16 alone sent some rows to other experts.
+        "num_experts": 2,
+        "num_experts_per_tok": 2,
+    }
+    return _build(directory, "tiny_qwen3_next", "Qwen3Next", settings, seed)
+
+
+def tiny_deepseek_v3(
+    directory: Path, *, seed: int = 0, num_blocks: int = 12, yarn: bool = True
+) -> Path:
+    """Write a DeepSeek-V3: latent attention, and from the second block on experts; 18 MB.
+
+    vLLM's CPU build has its latent attention for a latent of 512 and 64 rotary channels only. With
+    ``yarn=False`` positions are encoded the plain way, which no published DeepSeek-V3 does: vLLM's
+    CPU kernel for it rotates wrong rows (see ``docs/verifiers.md``).
+    """
+    settings: dict[str, Any] = {
+        # Above this attention is so sharp, and routing so close, that bfloat16 alone moves a row
+        # by a fifth of its length.
+        "initializer_range": 0.08,
+        "num_hidden_layers": num_blocks,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "q_lora_rank": 64,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 16,
+        "num_experts_per_tok": 8,
+        "n_group": 4,
+        "topk_group": 3,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    }
+    if yarn:
+        settings["rope_parameters"] = {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 64,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        }
+    # transformers routes in this way without being told, and so does not write it down; vLLM reads
+    # it from the configuration, as published with the original, and takes softmax without it.
+    unsaid = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    return _build(directory, "tiny_deepseek_v3", "DeepseekV3", settings, seed, unsaid=unsaid)
+
+
+Builder = Callable[..., Path]
+FAMILIES: dict[str, Builder] = {
+    "llama": tiny_llama,
+    "qwen3": tiny_qwen3,
+    "qwen3_next": tiny_qwen3_next,
+    "deepseek_v3": tiny_deepseek_v3,
+}
+"""One builder a family, by name: ``FAMILIES[name](directory, seed=0, num_blocks=12)``."""
+
+
+def _build(
+    directory: Path,
+    builder: str,
+    family: str,
+    settings: dict[str, Any],
+    seed: int,
+    *,
+    unsaid: dict[str, Any] | None = None,
+) -> Path:
     try:
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+        import transformers
     except ImportError as error:
         raise CouldNotRun(
             f"a random verifier cannot be built: {error}", remedy="pip install 'truetap[reference]'"
         ) from error
 
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=num_blocks,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        initializer_range=0.12,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=1,
-    )
+    config = getattr(transformers, f"{family}Config")(**(_COMMON | settings))
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).eval()
+        model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name:
-                weight.copy_(0.5 + torch.rand(weight.shape, generator=generator))
+            if "norm" in name:  # half off its neutral value, which is 1, or 0 for (1 + weight)
+                weight.copy_(weight - 0.5 + torch.rand(weight.shape, generator=generator))
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.copy_(0.2 * torch.rand(bias.shape, generator=generator))
         # A channel that one token drives far above the rest, as attention sinks do.
         model.model.embed_tokens.weight[0, 7] = 40.0
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory)
-    marker = {"built_by": "truetap.harness.random_verifier.tiny_llama", "seed": seed}
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | (unsaid or {}), indent=2))
+    marker = {"built_by": f"truetap.harness.random_verifier.{builder}", "seed": seed}
     (directory / "truetap.json").write_text(json.dumps(marker))
     return directory

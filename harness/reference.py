@@ -75,7 +75,10 @@ def _load(model: Path, dtype: str) -> Any:
             f"the reference cannot run: {error}", remedy="pip install 'truetap[reference]'"
         ) from error
     logging.disable_progress_bar()
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    # The default, one grouped product over all experts, cannot be had in float64.
+    loaded = AutoModelForCausalLM.from_pretrained(
+        model, dtype=getattr(torch, dtype), experts_implementation="eager"
+    )
     return loaded.eval()
 
 

@@ -7,7 +7,6 @@ pipeline really had. ``FAULT@ADAPTER`` names it, e.g. ``off-by-one@vllm_native``
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from truetap.harness import verifier
 from truetap.harness.adapter import Adapter, Session
 from truetap.harness.errors import UsageError
+from truetap.harness.final_norm import final_norm
 from truetap.harness.model import (
     Capture,
     CaptureBatch,
@@ -46,6 +45,8 @@ class _Corruptor:
 
     requested: tuple[int, ...]
     final_norm: Callable[[Float32], Float32]
+    mistaken_norm: Callable[[Float32], Float32]
+    """The final norm with ``weight`` in place of ``1 + weight``, or the other way round."""
     previous: CaptureBatch | None = None
 
 
@@ -90,6 +91,12 @@ def _residual_missing(context: _Corruptor, capture: Capture) -> Float32:
 def _post_norm(context: _Corruptor, capture: Capture) -> Float32:
     states = _right(context, capture).copy()
     states[:, -1] = context.final_norm(states[:, -1])
+    return states
+
+
+def _mistaken_norm(context: _Corruptor, capture: Capture) -> Float32:
+    states = _right(context, capture).copy()
+    states[:, -1] = context.mistaken_norm(states[:, -1])
     return states
 
 
@@ -273,6 +280,11 @@ FAULTS: dict[str, Fault] = {
     "last-boundary-post-norm": Fault(
         "LAYERS-002", "the final norm is already in the last boundary", _states(_post_norm)
     ),
+    "last-boundary-mistaken-norm": Fault(
+        "LAYERS-002",
+        "a norm of the wrong kind, weight for 1 + weight, is in the last boundary",
+        _states(_mistaken_norm),
+    ),
     "slots-permuted": Fault(
         "LAYERS-001", "slots in descending order", _states(lambda x, c: _right(x, c)[:, ::-1])
     ),
@@ -397,7 +409,10 @@ class MutantSession:
         self.boundaries = tuple(spec.boundaries)
         self._fault, self._name = FAULTS[fault], fault
         self._inner = inner
-        self._context = _Corruptor(self.boundaries, _final_norm(Path(spec.model)))
+        model = Path(spec.model)
+        self._context = _Corruptor(
+            self.boundaries, final_norm(model), final_norm(model, mistaken=True)
+        )
 
     def capture(self, requests: Sequence[CaptureRequest]) -> CaptureBatch:
         """Capture for real, then make the fault."""
@@ -424,30 +439,3 @@ class MutantSession:
     def close(self) -> None:
         """Close the real session."""
         self._inner.close()
-
-
-def _final_norm(model: Path) -> Callable[[Float32], Float32]:
-    """Return the verifier's final RMSNorm, from its own weights."""
-    facts = verifier.describe(model)
-    eps = float(facts.config.get("rms_norm_eps", 1e-6))
-
-    def apply(states: Float32) -> Float32:
-        weight = _norm_weight(model)
-        scale = np.sqrt((states.astype(np.float64) ** 2).mean(-1, keepdims=True) + eps)
-        normed: Float32 = (states / scale * weight).astype(np.float32)
-        return normed
-
-    return apply
-
-
-def _norm_weight(model: Path) -> Float32:
-    from safetensors import safe_open
-
-    index = model / "model.safetensors.index.json"
-    name = "model.norm.weight"
-    file = (
-        json.loads(index.read_text())["weight_map"][name] if index.exists() else "model.safetensors"
-    )
-    with safe_open(model / file, framework="pt") as tensors:
-        weight: Float32 = tensors.get_tensor(name).float().numpy()
-        return weight

@@ -58,8 +58,11 @@ class Remembering:
 
 @pytest.fixture(
     scope="module",
-    params=[(dtype, seed) for dtype in ("bfloat16", "float32") for seed in (0, 1)],
-    ids=lambda param: f"{param[0]}-seed{param[1]}",
+    params=[
+        *(("llama", dtype, seed) for dtype in ("bfloat16", "float32") for seed in (0, 1)),
+        *((family, "bfloat16", 0) for family in random_verifier.FAMILIES if family != "llama"),
+    ],
+    ids=lambda param: f"{param[0]}-{param[1]}-seed{param[2]}",
 )
 def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Table:
     """Judge every mutant of one session, against one reference."""
@@ -67,8 +70,8 @@ def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     from truetap.harness.observation import observe
     from truetap.harness.reference import Reference, ReferenceStates
 
-    dtype, seed = request.param
-    model = random_verifier.tiny_llama(tmp_path_factory.mktemp("tiny"), seed=seed)
+    family, dtype, seed = request.param
+    model = random_verifier.FAMILIES[family](tmp_path_factory.mktemp("tiny"), seed=seed)
     wanted = boundaries.eagle3(verifier.describe(model).num_blocks)
     spec = EngineSpec(model=str(model), boundaries=wanted, dtype=dtype)
     reference = Reference(model, dtype)
