@@ -2,7 +2,7 @@
 
 They come from the entry-point groups ``truetap.adapters`` and ``truetap.channels``, ours and third
 parties' alike. The name ``FAULT@NAME`` gives NAME with a fault of ``adapters.mutants`` or
-``channels.mutants``.
+``channels.mutants``; ``subprocess:PATH`` is the capture adapter that runs an executable.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ def names(group: str = ADAPTERS) -> list[str]:
 
 def find(name: str) -> Adapter:
     """Return a new adapter by name, or raise ``UsageError`` listing what there is."""
-    fault, _, inner = name.rpartition("@")
-    if fault:
+    if name.startswith("subprocess:"):
+        from truetap.harness.adapters import subprocess_adapter
+
+        return subprocess_adapter.SubprocessAdapter(name.removeprefix(subprocess_adapter.PREFIX))
+    fault, at, inner = name.partition("@")  # at the first: a path may hold another
+    if at:
         from truetap.harness.adapters import mutants
 
         return mutants.MutantAdapter(fault, find(inner))

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("harness", "conformance", "pipeline")
 SURFACES = "fixtures/surfaces"
-DATA_SUFFIXES = {".py", ".toml", ".json", ".html"}
+DATA_SUFFIXES = {".py", ".toml", ".json", ".html", ".md"}
 NOT_SOURCES = (
     ".git", ".venv", ".tox", "build", "dist", "runs", "*.egg-info", "__pycache__",
     ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis",
