@@ -24,6 +24,9 @@ class Clause:
     references: tuple[str, ...]
     since: str
     """Calendar version of the suite in which the clause appeared."""
+    refusable: bool = False
+    """True if a capture path may refuse what the clause asks for, loudly and before it gives any
+    data: an error in place of a wrong capture. Reports then say ``refused``."""
 
 
 _CLAUSES = (

@@ -16,6 +16,9 @@ Float32 = npt.NDArray[np.float32]
 class EngineSpec:
     """How to open a verifier for capture. Everything here can change what is captured.
 
+    A capture path that cannot do what a field asks for must refuse with ``UsageError``, when it is
+    opened or asked to capture, and give no data.
+
     ``boundaries`` are in truetap's spelling: boundary k is the residual stream after k decoder
     blocks, before any norm (0 = embeddings, n = after the last block).
     """
@@ -23,14 +26,21 @@ class EngineSpec:
     model: str
     """Directory of the verifier, in Hugging Face layout."""
     boundaries: tuple[int, ...]
+    """What to capture, slot by slot. Empty: the same engine without any capture."""
     dtype: str = "bfloat16"
     tensor_parallel_size: int = 1
     max_model_len: int = 512
-    """Longest prompt plus one generated token, in tokens."""
+    """Longest sequence in tokens. Prompts of up to ``max_model_len - 2`` tokens must be captured
+    (one generated token, one draft token); a longer one must be captured whole or refused."""
     max_num_batched_tokens: int = 1024
     max_num_seqs: int = 32
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
+    kv_cache_blocks: int | None = None
+    """Blocks of the KV cache; None: as many as the engine likes. Few of them force preemption."""
+    include_output: bool = False
+    """Capture the generated tokens' states too: prompt + generated - 1 rows, because the last
+    generated token never enters a forward pass. ``Capture.token_ids`` are the ids with rows."""
     seed: int = 0
     startup_deadline_s: float = 300.0
     call_deadline_s: float = 120.0
@@ -44,6 +54,8 @@ class CaptureRequest:
     key: str
     """The caller's own name for the request; it must come back with the rows."""
     token_ids: tuple[int, ...]
+    max_tokens: int = 1
+    """How many tokens to generate, greedily, whatever they are (an end token does not stop it)."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,8 @@ class Capture:
     dtype: str
     last_boundary_normed: bool = False
     """True if the final norm was already applied to the state after the last block."""
+    generated: tuple[int, ...] = ()
+    """The tokens that the engine generated; empty if it does not say."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +87,8 @@ class CaptureBatch:
     replies: Sequence[Any] = field(default=())
     """One raw reply per worker, untouched (see ``truetap.harness.envelope``)."""
     world_size: int = 1
+    preemptions: int | None = None
+    """How often the engine preempted a request during this call; None if it does not say."""
 
 
 @dataclass(frozen=True)

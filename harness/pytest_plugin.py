@@ -26,7 +26,13 @@ from truetap.harness.report import Outcome
 Saw = Callable[[str], None]
 """A clause calls this with one sentence of what it measured."""
 
+
+class Refused(pytest.skip.Exception):  # type: ignore[name-defined, misc]
+    """What a clause asks for was refused by the capture path, loudly and before it gave data."""
+
+
 _CLAUSE, _SAW, _ENVIRONMENT = "truetap_clause", "truetap_saw", "truetap_environment"
+_OUTCOMES: dict[str, Outcome] = {"pass": "pass", "refused": "refused", "fail": "fail"}
 _MARKERS = {
     "clause(id)": "the clause that a conformance test decides",
     "live": "drives a real engine in processes of its own",
@@ -159,6 +165,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             message = str(call.excinfo.value).strip() or call.excinfo.typename
             expected = isinstance(call.excinfo.value, (AssertionError, pytest.fail.Exception))
             kind = "fail" if call.when == "call" and expected else "error"
+            if isinstance(call.excinfo.value, Refused):
+                kind = "refused"
             sentence = message.splitlines()[0]
             if remedy := getattr(call.excinfo.value, "remedy", ""):
                 sentence += f"; {remedy}"
@@ -200,11 +208,11 @@ class _Reporter:
         if clause_id is None or (report.when != "call" and not report.failed):
             return
         said = str(properties.get(_SAW, ""))
-        kind, _, sentence = said.partition("|") if report.failed else ("pass", "", said)
-        outcome: Outcome = "pass" if kind == "pass" else "fail" if kind == "fail" else "error"
+        kind, _, sentence = ("pass", "", said) if report.passed else said.partition("|")
+        outcome = _OUTCOMES.get(kind, "error")
         for clause in self._report.clauses:
             if clause.id == clause_id:
-                if report.skipped:
+                if report.skipped and outcome != "refused":
                     continue
                 clause.add(outcome, sentence)
         if environment := properties.get(_ENVIRONMENT):

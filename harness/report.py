@@ -15,9 +15,9 @@ from truetap.harness import contract
 from truetap.harness.errors import IntegrityError, UsageError
 
 SCHEMA = "truetap/conformance-report/1"
-Outcome = Literal["pass", "fail", "error", "not_run"]
+Outcome = Literal["pass", "refused", "fail", "error", "not_run"]
 Verdict = Literal["conformant", "non-conformant", "inconclusive"]
-_SEVERITY: tuple[Outcome, ...] = ("not_run", "pass", "error", "fail")
+_SEVERITY: tuple[Outcome, ...] = ("not_run", "pass", "refused", "error", "fail")
 
 
 @dataclass
@@ -31,6 +31,14 @@ class ClauseResult:
     cases: int = 0
     saw: str = ""
     """What was seen: the worst case's message, or what a passing case measured."""
+
+    @property
+    def holds(self) -> bool:
+        """True if it passed, or if it was refused and may be: an error is no wrong capture."""
+        known = contract.CLAUSES.get(self.id)
+        return self.outcome == "pass" or (
+            self.outcome == "refused" and known is not None and known.refusable
+        )
 
     def add(self, outcome: Outcome, saw: str) -> None:
         """Count one more case; the worst outcome stays."""
@@ -61,7 +69,7 @@ class Report:
         musts = [clause for clause in self.clauses if clause.level == "MUST"]
         if any(clause.outcome == "fail" for clause in musts):
             return "non-conformant"
-        passed = bool(musts) and all(clause.outcome == "pass" for clause in musts)
+        passed = bool(musts) and all(clause.holds for clause in musts)
         if passed and self.environment and not self.absent:
             return "conformant"
         return "inconclusive"

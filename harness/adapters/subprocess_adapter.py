@@ -131,7 +131,9 @@ class SubprocessSession:
         out = self._call("capture", document, deadline_s=deadline_s) / "out"
         try:
             answer = self._parsed(_Answer, (out / "answer.json").read_text())
-            tensors = dict(deserialize((out / "states.safetensors").read_bytes()))
+            tensors = dict(
+                deserialize((out / "states.safetensors").read_bytes())  # type: ignore[no-untyped-call]
+            )
             states = [_states(tensors[str(i)]) for i in range(len(answer.captures))]
             (out / "states.safetensors").unlink()  # large, and in memory now
         except KeyError as missing:
