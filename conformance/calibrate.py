@@ -1,8 +1,9 @@
-"""Measures what the suite's tolerances rest on: correct captures, and every mutant.
+"""Measures what the suite's tolerances rest on, and its power: correct captures, and every mutant.
 
-Run ``python -m truetap.conformance.calibrate --adapter NAME --model DIR --out FILE`` when a rule or
-a number in ``truetap.harness.compare`` changes. For each fault it prints the worst value of each
-rule's quantity over all slots, and the clauses that catch it; ``calibration.json`` keeps them.
+Run ``python -m truetap.conformance.calibrate --adapter NAME --out FILE`` when a rule, a number in
+``truetap.harness.compare`` or a mutant changes. For each fault it writes the worst value of each
+rule's quantity over all slots, and the clauses that catch it. ``calibration.json`` holds what was
+measured last; ``truetap clauses --mutants`` shows it.
 """
 
 from __future__ import annotations
@@ -10,55 +11,103 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from contextlib import closing
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from truetap.conformance import judge
-from truetap.harness import boundaries, compare, random_verifier, registry, verifier
+from truetap.conformance import judge, strategies
+from truetap.conformance.remembering import Remembering
+from truetap.harness import boundaries, compare, contract, random_verifier, registry, verifier
+from truetap.harness.adapter import Session
 from truetap.harness.adapters import mutants
+from truetap.harness.errors import CouldNotRun, UsageError
 from truetap.harness.model import EngineSpec
 from truetap.harness.observation import Observation, observe
-from truetap.harness.reference import Reference
+from truetap.harness.reference import Reference, ReferenceStates
+from truetap.harness.scenes import play
+
+COSTLY = ("ROWS-010", "LAYERS-008")
+"""Clauses that run an engine or the verifier: asked about their own mutants and the control."""
 
 
 def main() -> None:
     """Measure one adapter on one verifier."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--adapter", default="vllm_native")
-    parser.add_argument("--model", help="verifier directory (default: a small random Llama)")
+    parser.add_argument("--model", type=Path, help="verifier directory")
+    parser.add_argument("--family", default="llama", choices=sorted(random_verifier.FAMILIES))
+    parser.add_argument("--seed", type=int, default=0, help="of a random verifier")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--profile", default="full", choices=["core", "full"])
+    parser.add_argument("--control", action="store_true", help="correct captures only, no mutants")
     parser.add_argument("--out", type=Path, required=True)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        model = chosen.model or str(random_verifier.tiny_llama(Path(scratch) / "tiny-llama"))
-        facts = verifier.describe(Path(model))
+        model, name = chosen.model, ""
+        if model is None:
+            name = f"random-{chosen.family}-{chosen.seed}"
+            model = random_verifier.FAMILIES[chosen.family](Path(scratch) / name, seed=chosen.seed)
+        facts = verifier.describe(model)
         wanted = boundaries.eagle3(facts.num_blocks)
-        spec = EngineSpec(model=model, boundaries=wanted, dtype=chosen.dtype)
-        measured = measure(chosen.adapter, spec, Path(scratch))
-    name = f"{facts.name}/{chosen.dtype}/{chosen.adapter}"
+        spec = EngineSpec(
+            model=str(model),
+            boundaries=wanted,
+            dtype=chosen.dtype,
+            # vLLM's CPU build cannot copy the state of delta nets between cache blocks.
+            enable_prefix_caching=facts.config["model_type"] != "qwen3_next",
+        )
+        faults = ["none"] if chosen.control else list(mutants.FAULTS)
+        measured = measure(chosen.adapter, spec, Path(scratch), chosen.profile, faults)
+    key = f"{name or facts.name}/{chosen.dtype}/{chosen.adapter}/{chosen.profile}"
     known = json.loads(chosen.out.read_text()) if chosen.out.exists() else {}
-    chosen.out.write_text(json.dumps(known | {name: measured}, indent=1) + "\n")
+    chosen.out.write_text(json.dumps(known | {key: measured}, indent=1) + "\n")
 
 
-def measure(adapter: str, spec: EngineSpec, scratch: Path) -> dict[str, Any]:
-    """Open the adapter once, and judge it and every mutant of it."""
-    seen = replace(spec, boundaries=mutants.boundaries_for(spec.boundaries, 1))
-    reference, references = Reference(Path(spec.model), spec.dtype), {}
+def measure(
+    adapter: str, spec: EngineSpec, scratch: Path, profile: str, faults: Sequence[str]
+) -> dict[str, Any]:
+    """Open the adapter once for each setting, and judge it and every fault of it."""
+    strategies.load_draws("dev")
+    reference = Reference(Path(spec.model), spec.dtype)
+    references: dict[str, ReferenceStates] = {}
+    opened: dict[EngineSpec, Remembering | UsageError | CouldNotRun] = {}
+    # Correct captures alone are taken at the boundaries asked for, as the suite does.
+    early = 0 if list(faults) == ["none"] else 1
+
+    def session(fault: str, wanted: EngineSpec) -> Session:
+        seen = replace(wanted, boundaries=mutants.boundaries_for(wanted.boundaries, early))
+        if seen not in opened:
+            folder = scratch / f"engine-{len(opened)}"
+            folder.mkdir()
+            try:
+                real = registry.find(adapter).open(seen, scratch=folder)
+                opened[seen] = Remembering(lambda: real)
+            except (UsageError, CouldNotRun) as error:
+                opened[seen] = error
+        found = opened[seen]
+        if isinstance(found, Exception):
+            raise found
+        return mutants.MutantSession(fault, found, wanted)
+
     rows: dict[str, Any] = {}
-    with closing(registry.find(adapter).open(seen, scratch=scratch)) as session:
-        environment = session.environment()
-        for fault in mutants.FAULTS:
-            mutant = mutants.MutantSession(fault, session, spec)
-            observation = observe(mutant, spec, reference, references)
-            rows[fault] = {
-                **_quantities(observation),
-                "caught_by": sorted(judge.failures(observation)),
-            }
-            print(fault, rows[fault])
+    clauses = contract.PROFILES[profile]
+    with ExitStack() as stack:
+        for fault in faults:
+            own = mutants.FAULTS[fault].caught_by
+            asked = [c for c in clauses if c not in COSTLY or own in {"", c}]
+            base = session(fault, spec)
+            if fault == faults[0]:
+                stack.callback(base.close)
+            seen = observe(base, spec, reference, references, profile=profile)
+            if profile == "full":
+                seen = play(seen, lambda other, _, fault=fault: session(fault, other), asked)
+            rows[fault] = {**_quantities(seen), "caught_by": sorted(judge.failures(seen, asked))}
+            print(fault, rows[fault], flush=True)
+        environment = base.environment()
     keep = ("engine", "engine_version", "torch_version", "device", "model_runner")
     return {
         "environment": {key: environment.binding.get(key) for key in keep},
@@ -68,7 +117,12 @@ def measure(adapter: str, spec: EngineSpec, scratch: Path) -> dict[str, Any]:
 
 
 def _quantities(observation: Observation) -> dict[str, Any]:
-    captures = [c for c in observation.batch.captures if len(c.states) == len(c.token_ids)]
+    captures = [
+        c
+        for c in observation.batch.captures
+        if c.states.shape == (len(c.token_ids), len(c.boundaries), observation.hidden_size)
+        and c.key in observation.references
+    ]
     if not captures:
         return {}
     readings = [

@@ -6,16 +6,25 @@ from collections.abc import Iterator
 
 import pytest
 
+from truetap.conformance import strategies
 from truetap.harness.channel import ChannelObservation
 from truetap.harness.observation import Observation
 from truetap.harness.pytest_plugin import SuiteRun
 
 
 @pytest.fixture(scope="session")
-def observation(suite_run: SuiteRun) -> Iterator[Observation]:
+def observation(suite_run: SuiteRun, pytestconfig: pytest.Config) -> Iterator[Observation]:
     """Everything that the core clauses judge, seen of the adapter named by ``--adapter``."""
+    strategies.load_draws(pytestconfig.getoption("draws"))
     yield suite_run.observe()
     suite_run.close()
+
+
+@pytest.fixture(scope="session")
+def staged(suite_run: SuiteRun, observation: Observation) -> Observation:
+    """Everything, with the scenes that the profile needs; the base session is closed by then."""
+    played: Observation = suite_run.play(observation)
+    return played
 
 
 @pytest.fixture(scope="session")

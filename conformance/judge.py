@@ -6,12 +6,20 @@ one live engine, many mutants.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
 
-from truetap.conformance import test_layers, test_reply, test_reply_channel, test_rows
+from truetap.conformance import (
+    test_engine,
+    test_layers,
+    test_parallel,
+    test_reply,
+    test_reply_channel,
+    test_rows,
+)
+from truetap.harness import contract
 from truetap.harness.channel import ChannelObservation
 from truetap.harness.observation import Observation
 from truetap.harness.pytest_plugin import Refused
@@ -20,7 +28,7 @@ Seen = Observation | ChannelObservation
 Check = Callable[[Any, Callable[[str], None]], None]
 
 _MODULES = {
-    Observation: (test_reply, test_rows, test_layers),
+    Observation: (test_reply, test_rows, test_layers, test_parallel, test_engine),
     ChannelObservation: (test_reply_channel,),
 }
 
@@ -37,10 +45,16 @@ def checks(kind: type[Seen] = Observation) -> dict[str, list[Check]]:
     return found
 
 
-def failures(seen: Seen) -> dict[str, str]:
-    """Return what each failing clause saw, by clause id; empty where nothing is wrong."""
+def failures(seen: Seen, clauses: Collection[str] | None = None) -> dict[str, str]:
+    """Return what each failing clause saw, by clause id; empty where nothing is wrong.
+
+    ``clauses`` are the only ones asked; by default those of the profile that was observed.
+    """
     failed = {}
+    wanted = contract.PROFILES[seen.profile] if clauses is None else clauses
     for clause_id, functions in checks(type(seen)).items():
+        if clause_id not in wanted:
+            continue
         for function in functions:
             try:
                 function(seen, lambda _sentence: None)

@@ -1,21 +1,87 @@
-"""Hypothesis strategies for ``collective_rpc``: calls, payloads, and what each release answers.
+"""Hypothesis strategies: batches of prompts, engine settings, calls of ``collective_rpc``.
 
-Public: authors of other callers can put theirs through the same calls. ``answer`` is a small model
-of vLLM's executors, written by hand from observed behaviour. It shares nothing with
+Public: authors of other capture paths and callers can put theirs through the same. ``answer`` is a
+small model of vLLM's executors, written by hand from observed behaviour. It shares nothing with
 ``truetap.harness.reply``, which decides by the facts that the releases' own code gave.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
 from truetap.harness.reply import ABSENT, Call
+
+DRAWS = {"dev": 5, "ci": 15, "gpu": 60, "nightly": 400}
+"""How many examples each hypothesis profile draws; ``--draws`` chooses. All but ``nightly`` draw
+the same ones every time."""
+
+
+def load_draws(name: str) -> None:
+    """Make a hypothesis profile the present one."""
+    settings.register_profile(
+        f"truetap-{name}",
+        max_examples=DRAWS[name],
+        deadline=None,  # engines are slow at first use
+        derandomize=name != "nightly",
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+    )
+    settings.load_profile(f"truetap-{name}")
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The first ``length`` tokens of the prompt with this index."""
+
+    prompt: int
+    length: int
+
+
+def batches(lengths: Sequence[int], *, most: int = 20) -> st.SearchStrategy[list[Slice]]:
+    """Draw batches of up to ``most`` prompts, each the beginning of one of the given lengths.
+
+    Lengths lie around blocks of 16 and 64 tokens as often as anywhere; prompts that share their
+    beginning, and equal ones, are frequent.
+    """
+    edges = [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129]
+
+    def of(prompt: int) -> st.SearchStrategy[Slice]:
+        longest = lengths[prompt]
+        near = [length for length in (*edges, longest) if length <= longest]
+        any_length = st.integers(1, longest)
+        return st.builds(Slice, st.just(prompt), st.sampled_from(near) | any_length)
+
+    return st.lists(st.integers(0, len(lengths) - 1).flatmap(of), min_size=1, max_size=most)
+
+
+def written(batch: Sequence[Slice]) -> str:
+    """Return a batch as text: ``3[:12]`` is the first 12 tokens of prompt 3."""
+    return ", ".join(f"{one.prompt}[:{one.length}]" for one in batch)
+
+
+def boundary_lists(num_blocks: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """Draw lists of boundaries of a verifier: in any order, with duplicates, some out of range."""
+    inside = st.lists(st.integers(0, num_blocks), max_size=num_blocks + 2)
+    ascending = st.sets(st.integers(0, num_blocks), min_size=1).map(sorted)
+    outside = st.lists(st.integers(-2, num_blocks + 2), min_size=1, max_size=4)
+    return (ascending | inside | outside).map(tuple)
+
+
+def chunk_budgets(longest: int) -> st.SearchStrategy[int]:
+    """Draw token budgets of a step, around and inside a prompt of ``longest`` tokens."""
+    around = st.integers(max(1, longest - 2), longest + 2)
+    return around | st.integers(1, longest) | st.sampled_from([16, 64, 128])
+
 
 BOUNDARY_RELEASES = (
     "0.8.5",

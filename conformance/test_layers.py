@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from truetap.conformance.same import by_value, captured, of_width, scene, whole
 from truetap.harness import compare
 from truetap.harness.observation import Observation
 from truetap.harness.pytest_plugin import Saw
@@ -16,6 +19,10 @@ post-norm last state 111 and 5.9, with the last boundary one early 5.0 on the ra
 LOGPROB_ROW_SLACK = 16.0
 """Allowed difference of any one log-probability, in units of the noise floor (no floor being below
 the mean one). Measured: 3.2 (SmolLM2) and 0.3 (random Llama) at most for correct captures."""
+
+BLOCK_EXCESS = 2.0
+"""Allowed median distance of a boundary to what its block makes of the one before, in units of one
+block's noise."""
 
 LAST_BIT_SHARE = 0.25
 """Least share of values that use the last bit of their dtype; about 0.5 in correct captures."""
@@ -122,3 +129,108 @@ def test_width_and_dtype(observation: Observation, saw: Saw) -> None:
             "they were stored in a coarser format"
         )
     saw(f"{slots} slots of width {observation.hidden_size}, {dtype}")
+
+
+@pytest.mark.clause("LAYERS-005")
+def test_every_boundary(staged: Observation, saw: Saw) -> None:
+    """All boundaries from 1 to n in one engine, each by value."""
+    every = scene(staged, "every-boundary")
+    tokens = {request.key: len(request.token_ids) for request in every.requests}
+    found = whole(captured(every.together), tokens, "all boundaries")
+    for capture in found.values():
+        assert capture.boundaries == every.spec.boundaries, (
+            f"slots are declared as {capture.boundaries}, asked were {every.spec.boundaries}"
+        )
+    saw(by_value(found.values(), every.references, staged.hidden_size))
+
+
+@pytest.mark.clause("LAYERS-006")
+def test_boundary_0_is_the_embeddings(staged: Observation, saw: Saw) -> None:
+    """Row for row the embedding of its token, so a row that is another token's names it."""
+    embeddings = scene(staged, "embeddings")
+    tokens = {request.key: len(request.token_ids) for request in embeddings.requests}
+    ids = {request.key: request.token_ids for request in embeddings.requests}
+    found = whole(captured(embeddings.together, refusable=True), tokens, "boundary 0")
+    rows = 0
+    for key, capture in found.items():
+        assert capture.boundaries[0] == 0, f"slots are declared as {capture.boundaries}"
+        of_width(capture, staged.hidden_size)
+        expected = staged.reference.embedding_rows(ids[key])
+        wrong = np.flatnonzero((capture.states[:, 0] != expected).any(-1))
+        if len(wrong):
+            row = int(wrong[0])
+            known = [
+                other
+                for other in range(len(expected))
+                if np.array_equal(expected[other], capture.states[row, 0])
+            ]
+            holds = f"the embedding of the token at {known[0]}" if known else "no prompt token's"
+            pytest.fail(
+                f"request {key!r}: {len(wrong)} of {len(expected)} rows of boundary 0 are not "
+                f"their token's embedding; row {row} is {holds}"
+            )
+        rows += len(expected)
+    saw(f"{rows} rows equal, bit for bit")
+
+
+@pytest.mark.clause("LAYERS-007")
+def test_slots_in_the_order_asked(staged: Observation, saw: Saw) -> None:
+    """Boundaries neither ascending nor distinct: slot i is the i-th, or the list is refused."""
+    order = scene(staged, "another-order")
+    asked = order.spec.boundaries
+    batch = captured(order.together, refusable=True)
+    tokens = {request.key: len(request.token_ids) for request in order.requests}
+    for capture in whole(batch, tokens, f"boundaries {list(asked)}").values():
+        slots = capture.states.shape[1]
+        assert slots == len(asked), f"{slots} slots came back for boundaries {list(asked)}"
+    listed = [replace(capture, boundaries=asked) for capture in batch.captures]
+    saw(by_value(listed, order.references, staged.hidden_size))
+
+
+@pytest.mark.clause("LAYERS-008")
+def test_each_block_leads_to_the_next_boundary(staged: Observation, saw: Saw) -> None:
+    """f_k(captured boundary k) is captured boundary k + 1, and no neighbour's block is nearer.
+
+    The noise floor is what the engine's dtype does to one block; the input is as captured, so
+    nothing that came before can hide or excuse a difference.
+    """
+    every = scene(staged, "every-boundary")
+    batch = captured(every.together)
+    # One prompt of some length is enough: what is judged is the layer, not the rows.
+    capture = max(batch.captures, key=lambda one: len(one.states))
+    of_width(capture, staged.hidden_size)
+    slots = {boundary: capture.states[:, i] for i, boundary in enumerate(every.spec.boundaries)}
+    assert np.isfinite(capture.states).all(), f"request {capture.key!r} has values not finite"
+    worst, clearest = 0.0, float("inf")
+    for k in range(1, staged.num_blocks):
+        reached = staged.reference.next_boundary(k, slots[k])
+        floor = compare.row_distances(
+            staged.reference.next_boundary(k, slots[k], rough=True), reached
+        )
+        own = compare.row_distances(slots[k + 1], reached)
+        typical = float(max(np.median(floor), np.finfo(np.float32).eps))
+        excess = float(np.median(own)) / typical
+        others = {
+            j: float(
+                np.median(
+                    compare.row_distances(slots[k + 1], staged.reference.next_boundary(j, slots[k]))
+                )
+            )
+            for j in (k - 1, k + 1)
+            if j < staged.num_blocks
+        }
+        nearest = min(others, key=others.__getitem__)
+        margin = others[nearest] / max(float(np.median(own)), 1e-12)
+        worst, clearest = max(worst, excess), min(clearest, margin)
+        assert margin >= compare.MARGIN, (
+            f"block {nearest} leads from boundary {k} to {k + 1} no worse than block {k} does "
+            f"({others[nearest]:.1e} and {np.median(own):.1e} away)"
+        )
+        assert excess <= BLOCK_EXCESS, (
+            f"block {k} does not lead from captured boundary {k} to {k + 1}: "
+            f"{np.median(own):.1e} away, {excess:.1f} times the dtype's noise"
+        )
+    saw(
+        f"blocks 1 to {staged.num_blocks - 1}: at most {worst:.1f}x the noise of one block, other "
+        f"blocks at least {clearest:.0f} times as far"
+    )

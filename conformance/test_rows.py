@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
+from dataclasses import replace
 
-from truetap.harness import compare
-from truetap.harness.observation import Observation
+import pytest
+from hypothesis import example, given, note
+
+from truetap.conformance import strategies
+from truetap.conformance.same import by_value, captured, same_rows, scene, whole
+from truetap.harness.model import Capture, CaptureRequest
+from truetap.harness.observation import Observation, Refusal
 from truetap.harness.pytest_plugin import Saw
 
 
@@ -61,14 +65,163 @@ def test_batched_equals_single(observation: Observation, saw: Saw) -> None:
         assert len(single.states) == tokens, (
             f"request {key!r} has {len(single.states)} rows for {tokens} tokens when alone"
         )
-        reference = observation.references[key]
-        for slot, boundary in enumerate(single.boundaries):
-            distance = compare.row_distances(single.states[:, slot], together.states[:, slot])
-            floor = reference.noise[boundary]
-            excess = distance / np.maximum(floor, np.median(floor))
-            worst = max(worst, float(excess.max()))
-            assert worst <= compare.ROW_EXCESS, (
-                f"boundary {boundary} of request {key!r} differs between alone and batched by up "
-                f"to {worst:.0f} times the noise floor"
-            )
+        worst = max(
+            worst,
+            same_rows(single, together, observation.references[key], "alone and in a batch"),
+        )
     saw(f"{len(observation.singles)} requests alone and batched, worst row {worst:.1f}x noise")
+
+
+@pytest.mark.clause("ROWS-004")
+def test_chunked_equals_at_once(staged: Observation, saw: Saw) -> None:
+    """Prompts around the step's budget, and several times it, alone and together."""
+    chunked = scene(staged, "chunked")
+    tokens = {request.key: len(request.token_ids) for request in chunked.requests}
+    budget = chunked.spec.max_num_batched_tokens
+    at_once = {capture.key: capture for capture in staged.batch.captures}
+    found = whole(captured(chunked.together, refusable=True), tokens, "in one batch")
+    captures = [("in one batch", capture) for capture in found.values()]
+    for key, answer in chunked.alone.items():
+        alone = whole(captured(answer, refusable=True), {key: tokens[key]}, "alone")
+        captures += [("alone", capture) for capture in alone.values()]
+    worst = 0.0
+    for how, capture in captures:
+        what = f"{tokens[capture.key]} tokens in steps of {budget}, {how}, and at once"
+        reference = staged.references[capture.key]
+        worst = max(worst, same_rows(capture, at_once[capture.key], reference, what))
+    saw(f"{len(captures)} captures in steps of {budget} tokens, worst row {worst:.1f}x noise")
+
+
+@pytest.mark.clause("ROWS-005")
+def test_cached_prefix_equals_cold(observation: Observation, saw: Saw) -> None:
+    """Prompts that are all in the cache, and one that shares a beginning, in one call."""
+    tokens = {request.key: len(request.token_ids) for request in observation.warm_requests}
+    found = whole(observation.warm, tokens, "with a warm prefix cache")
+    cold = {capture.key: capture for capture in observation.batch.captures}
+    worst = 0.0
+    for key, capture in found.items():
+        if key in cold:
+            reference = observation.references[key]
+            worst = max(worst, same_rows(capture, cold[key], reference, "warm and cold"))
+    by_value(found.values(), observation.references, observation.hidden_size)
+    saw(f"{sum(tokens.values())} rows of {len(tokens)} prompts, worst row {worst:.1f}x noise")
+
+
+@pytest.mark.clause("ROWS-006")
+def test_again_in_any_order(observation: Observation, saw: Saw) -> None:
+    """The same requests once more on the same session, shuffled."""
+    tokens = {request.key: len(request.token_ids) for request in observation.requests}
+    first = {capture.key: capture for capture in observation.batch.captures}
+    again = whole(observation.reordered, tokens, "in a second call, in another order")
+    worst = 0.0
+    for key, capture in again.items():
+        assert key in first, f"request {key!r} did not come back in the first call"
+        reference = observation.references[key]
+        what = "in the first call and in the second, in another order"
+        worst = max(worst, same_rows(capture, first[key], reference, what))
+    saw(f"{len(again)} requests in another order, worst row {worst:.1f}x noise")
+
+
+@pytest.mark.clause("ROWS-007")
+def test_preempted_equals_not_preempted(staged: Observation, saw: Saw) -> None:
+    """With a KV cache for two sequences, and requests that grow out of it."""
+    tight = scene(staged, "preempted")
+    batch = captured(tight.together, refusable=True)
+    assert batch.preemptions is not None, "the capture path does not say what was preempted"
+    tokens = {request.key: len(request.token_ids) for request in tight.requests}
+    found = whole(batch, tokens, f"after {batch.preemptions} preemptions")
+    measured = by_value(found.values(), tight.references, staged.hidden_size)
+    if not batch.preemptions:
+        raise RuntimeError(
+            f"{tight.spec.kv_cache_blocks} cache blocks preempted nothing: it was not tested"
+        )
+    saw(f"{batch.preemptions} preemptions of {len(found)} requests; {measured}")
+
+
+@pytest.mark.clause("ROWS-008")
+def test_output_rows(staged: Observation, saw: Saw) -> None:
+    """Prompt + generated - 1 rows, with the prompt's ids and all generated ones but the last."""
+    output = scene(staged, "output")
+    batch = captured(output.together, refusable=True)
+    captures = {capture.key: capture for capture in batch.captures}
+    for request in output.requests:
+        assert request.key in captures, f"request {request.key!r} did not come back"
+        capture = captures[request.key]
+        said = capture.generated
+        assert len(said) == request.max_tokens, (
+            f"request {request.key!r}: {len(said)} tokens are named as generated, "
+            f"{request.max_tokens} were asked for"
+        )
+        ids = (request.token_ids + said)[:-1]
+        assert len(capture.states) == len(ids), (
+            f"request {request.key!r} has {len(capture.states)} rows for {len(request.token_ids)} "
+            f"prompt tokens and {len(said)} generated ones, not {len(ids)}"
+        )
+        assert capture.token_ids == ids, f"request {request.key!r} carries ids of other tokens"
+    saw(by_value(captures.values(), output.references, staged.hidden_size))
+
+
+@pytest.mark.clause("ROWS-009")
+def test_prompts_at_the_limit(observation: Observation, saw: Saw) -> None:
+    """The longest prompt comes whole; a longer one whole or as an error; the session lives on."""
+    begin = next(c for c in observation.batch.captures if c.key == observation.requests[-3].key)
+    reference = observation.references[begin.key]
+    longest, *longer = sorted(observation.limits)
+    refused = 0
+    for length, answer in observation.limits.items():
+        if isinstance(answer, Refusal) and answer.loud and length != longest:
+            refused += 1
+            continue
+        assert length <= observation.spec.max_model_len, (
+            f"a prompt of {length} tokens was taken where {observation.spec.max_model_len} fit"
+        )
+        key = f"limit-{length}"
+        (capture,) = whole(captured(answer), {key: length}, "at the limit").values()
+        shared = min(len(begin.states), length)
+        same_rows(_cut(begin, shared), capture, reference, f"{length} tokens and their beginning")
+        assert capture.states[-1].any(), f"the last of {length} rows is zero"
+    fourth = observation.requests[3]
+    tokens = {fourth.key: len(fourth.token_ids)}
+    (after,) = whole(captured(observation.afterwards), tokens, "after a refusal").values()
+    first = next(c for c in observation.batch.captures if c.key == fourth.key)
+    same_rows(after, first, observation.references[fourth.key], "after a refusal and before")
+    saw(f"{longest} tokens captured; of {', '.join(map(str, longer))} {refused} were refused")
+
+
+@pytest.mark.clause("ROWS-010")
+def test_any_batch(observation: Observation, saw: Saw) -> None:
+    """Batches as hypothesis draws them; each prompt is how one of the core prompts begins."""
+    session = observation.session
+    assert session is not None, "the session is closed"
+    whole_prompts = [r for r in observation.requests if len(r.token_ids) > 1][:13]
+    known = {capture.key: capture for capture in observation.batch.captures}
+    drawn = 0
+
+    @given(strategies.batches([len(request.token_ids) for request in whole_prompts]))
+    @example([strategies.Slice(2, 12), strategies.Slice(3, 12)])  # equal length, other content
+    @example([strategies.Slice(12, 290), strategies.Slice(12, 290)])
+    def holds(batch: list[strategies.Slice]) -> None:
+        nonlocal drawn
+        drawn += 1
+        note("prompts: " + strategies.written(batch))
+        requests = [
+            CaptureRequest(f"{i}", whole_prompts[one.prompt].token_ids[: one.length])
+            for i, one in enumerate(batch)
+        ]
+        tokens = {request.key: len(request.token_ids) for request in requests}
+        found = whole(session.capture(requests), tokens, strategies.written(batch))
+        for one, request in zip(batch, requests, strict=True):
+            source = whole_prompts[one.prompt].key
+            same_rows(
+                found[request.key],
+                known[source],
+                observation.references[source],
+                f"in the batch {strategies.written(batch)} and in the first call",
+            )
+
+    holds()
+    saw(f"{drawn} batches drawn")
+
+
+def _cut(capture: Capture, rows: int) -> Capture:
+    return replace(capture, states=capture.states[:rows])

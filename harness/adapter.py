@@ -15,7 +15,10 @@ from truetap.harness.model import CaptureBatch, CaptureRequest, EngineSpec, Envi
 
 
 class Session(Protocol):
-    """A verifier opened for capture at fixed boundaries."""
+    """A verifier opened for capture at fixed boundaries.
+
+    It may have an attribute ``log``, the path of what the engine's processes wrote (ENGINE-004).
+    """
 
     @property
     def boundaries(self) -> tuple[int, ...]:
@@ -23,7 +26,10 @@ class Session(Protocol):
         ...
 
     def capture(self, requests: Sequence[CaptureRequest]) -> CaptureBatch:
-        """Capture several prompts in one call, batched as the engine likes."""
+        """Capture several prompts in one call, batched as the engine likes.
+
+        Raises ``UsageError`` for requests that cannot be captured whole; the session stays usable.
+        """
         ...
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float] | None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from truetap.harness.model import EngineSpec, Environment
 
@@ -109,6 +109,7 @@ class Answer:
 class ChannelObservation:
     """What was seen of one channel; each field is named by what was done."""
 
+    profile: ClassVar[str] = "reply"
     world_size: int
     identity: list[Answer] = field(default_factory=list)
     """All ranks, the last rank alone, and all again."""

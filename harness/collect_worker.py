@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from truetap.harness import call_folder, envelope, parcel
+from truetap.harness import call_folder, envelope, parcel, worker_log
 
 VERSION = 1
 """Of the request that the client sends. Both sides must be of the same truetap."""
@@ -45,6 +45,8 @@ def _answer(worker: CollectWorker, request: dict[str, Any]) -> dict[str, Any]:
     )
     if error := sealed.get("error"):
         error["stage"] = stages[-1]
+    outcome = "failed" if error else "answered"
+    worker_log.say(f"rank {rank} {outcome} {request['method']}, call {request['nonce']}")
     call_folder.mark(folder, rank, "done")
     return sealed
 

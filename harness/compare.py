@@ -91,6 +91,18 @@ def row_distances(a: Float32, b: Float32) -> Float32:
     return result
 
 
+def row_excess(rows: Float32, others: Float32, floor: Float32) -> float:
+    """Return the largest distance of ``rows`` ``[T, H]`` to ``others``, in units of noise floors.
+
+    For two captures of the same tokens: kernels are chosen by shape, so they are equal within a few
+    times each row's own noise. No floor counts as being below the typical one.
+    """
+    if not len(rows):
+        return 0.0
+    typical = np.maximum(np.median(floor), np.finfo(np.float32).eps)
+    return float((row_distances(rows, others) / np.maximum(floor[: len(rows)], typical)).max())
+
+
 def read_slot(
     requested: int,
     states: Sequence[Float32],

@@ -149,6 +149,73 @@ _CLAUSES = (
         "2026.11.0",
     ),
     Clause(
+        "ROWS-004",
+        "MUST",
+        "a prompt prefilled in chunks has the rows that it has when prefilled at once",
+        "A hook fires once a pass and cannot tell a middle chunk from the last: full mode returns "
+        "pieces, and a buffer keeps the rows of the chunk before.",
+        ("IBM/vLLM-Hook#22", "vllm#52074"),
+        "2026.11.0",
+        refusable=True,
+    ),
+    Clause(
+        "ROWS-005",
+        "MUST",
+        "a prompt in the prefix cache has all its rows, also beside one that shares its prefix",
+        "Cached tokens do not pass through the model: their rows are left out, or a neighbour's "
+        "are cut in their place.",
+        ("vllm#44485", "IBM/vLLM-Hook#14", "sglang#4997"),
+        "2026.11.0",
+        refusable=True,
+    ),
+    Clause(
+        "ROWS-006",
+        "MUST",
+        "a second call gives the same rows, with the same requests in any other order",
+        "State of an earlier call stays behind: cached prefixes, offsets, a buffer. Rows go by the "
+        "order of submission, and the scheduler's is another one.",
+        ("speculators#279", "speculators#283", "sglang#6551"),
+        "2026.11.0",
+    ),
+    Clause(
+        "ROWS-007",
+        "MUST",
+        "a preempted request has the rows of one that was not",
+        "After a preemption a request starts anew in other blocks: rows come twice, or from blocks "
+        "that are somebody else's by now.",
+        ("vllm 0.26.0 to 0.33.0 (resumed_req_ids)",),
+        "2026.11.0",
+        refusable=True,
+    ),
+    Clause(
+        "ROWS-008",
+        "MUST",
+        "with output included there are prompt + generated - 1 rows, and ids to match",
+        "The last generated token never enters a forward pass. A made-up row, or an id without "
+        "one, shifts everything after it.",
+        ("speculators#836",),
+        "2026.11.0",
+        refusable=True,
+    ),
+    Clause(
+        "ROWS-009",
+        "MUST",
+        "the longest prompt is captured whole, a longer one whole or not at all, and never in part",
+        "Engines cut a prompt to their limit, or skip the capture of a whole step when one request "
+        "of it is at the limit: other requests' rows are never written.",
+        ("vllm 0.26.0 to 0.33.0 (drafter skipped at max_model_len)",),
+        "2026.11.0",
+    ),
+    Clause(
+        "ROWS-010",
+        "MUST",
+        "any batch of prompts gives each its own rows",
+        "Rows that are attributed by length, by order or by a running offset are right until the "
+        "batch is of the other kind.",
+        ("speculators#279", "sglang#6551"),
+        "2026.11.0",
+    ),
+    Clause(
         "LAYERS-001",
         "MUST",
         "each slot holds the requested boundary, by value, in every row",
@@ -183,19 +250,117 @@ _CLAUSES = (
         ("vllm#25294",),
         "2026.11.0",
     ),
+    Clause(
+        "LAYERS-005",
+        "MUST",
+        "every boundary from 1 to n can be had, each with its own value",
+        "Model files differ at both ends: one appended states before each block and never after "
+        "the last, so id n yielded nothing.",
+        ("vllm#46788", "vllm#48124", "TorchSpec#87"),
+        "2026.11.0",
+    ),
+    Clause(
+        "LAYERS-006",
+        "MUST",
+        "boundary 0 is the embedding rows of the token ids",
+        "It is the one boundary that names each row's token, and some model files fail on it: the "
+        "residual is not there yet.",
+        ("vllm 0.32.0 (deepseek_v2.py)",),
+        "2026.11.0",
+        refusable=True,
+    ),
+    Clause(
+        "LAYERS-007",
+        "MUST",
+        "slots come in the order asked, repeated ones too",
+        "Engines sort the list and drop duplicates, each at a stage of its own: slot i is then not "
+        "the i-th boundary.",
+        ("vllm 0.18.0 to 0.33.0", "speculators 0.4.0"),
+        "2026.11.0",
+        refusable=True,
+    ),
+    Clause(
+        "LAYERS-008",
+        "MUST",
+        "block k of the verifier takes captured boundary k to captured boundary k + 1",
+        "Local proof of which layer a state is, without trusting anything that came before it: it "
+        "works for verifiers too large to be run twice.",
+        ("TorchSpec#87", "vllm#43671"),
+        "2026.11.0",
+    ),
+    Clause(
+        "PARALLEL-001",
+        "MUST",
+        "tensor parallel over two ranks gives the states of one rank",
+        "A rank's share of a state, or a sum taken before all ranks have added theirs, has the "
+        "right shape and half of the content.",
+        ("vllm#45985", "sglang#14280"),
+        "2026.11.0",
+        refusable=True,
+    ),
+    Clause(
+        "PARALLEL-002",
+        "MUST",
+        "all ranks have seen the same tokens",
+        "Whose states are handed out is a matter of convention only if all ranks hold the same.",
+        ("vllm-omni#5397", "RBLN-SW/vllm-rbln#1007"),
+        "2026.11.0",
+    ),
+    Clause(
+        "ENGINE-001",
+        "MUST",
+        "the engine generates the same tokens with capture as without",
+        "A capture that disturbs the model captures another model.",
+        ("ndif-team/nnsight#630",),
+        "2026.11.0",
+        refusable=True,
+    ),
+    Clause(
+        "ENGINE-002",
+        "MUST",
+        "a compiled engine gives the states of an eager one",
+        "Hooks do not run in a compiled or graph-captured model, or record its warm-up.",
+        ("IBM/vLLM-Hook#6", "IBM/vLLM-Hook#7"),
+        "2026.11.0",
+        refusable=True,
+    ),
+    Clause(
+        "ENGINE-003",
+        "MUST",
+        "nothing is captured before the first request",
+        "Warm-up passes run through the same hooks: a founding run had 943 rows for 771 tokens.",
+        ("IBM/vLLM-Hook#6",),
+        "2026.11.0",
+    ),
+    Clause(
+        "ENGINE-004",
+        "SHOULD",
+        "what a worker has to say reaches the user",
+        "Workers log at another level than the caller's: a warning in one is seen by nobody.",
+        ("vllm 0.11.0 (worker logs at INFO)",),
+        "2026.11.0",
+    ),
 )
 
 CLAUSES: dict[str, Clause] = {clause.id: clause for clause in _CLAUSES}
 """All clauses by id."""
 
 _CHANNEL = tuple(f"REPLY-{number:03}" for number in range(2, 11))
+_CAPTURE = tuple(clause_id for clause_id in CLAUSES if clause_id not in _CHANNEL)
+_OF_OTHER_ENGINES = (
+    *("ROWS-004", "ROWS-007", "ROWS-008", "ROWS-010"),
+    *("LAYERS-005", "LAYERS-006", "LAYERS-007", "LAYERS-008"),
+    *("PARALLEL-001", "ENGINE-001", "ENGINE-002"),
+)
+"""Clauses that need engines with other settings, or many more captures."""
 
 PROFILES: dict[str, tuple[str, ...]] = {
-    "core": tuple(clause_id for clause_id in CLAUSES if clause_id not in _CHANNEL),
+    "core": tuple(clause_id for clause_id in _CAPTURE if clause_id not in _OF_OTHER_ENGINES),
+    "full": _CAPTURE,
     "reply": _CHANNEL,
 }
-"""Clause ids that each profile requires to have run and passed: ``core`` judges a capture adapter,
-``reply`` a reply channel."""
+"""Clause ids that each profile requires to have run and passed. ``core`` and ``full`` judge a
+capture adapter, with one engine and with several; ``reply`` judges a reply channel."""
 
 
 def clauses_of(profile: str) -> tuple[str, ...]:

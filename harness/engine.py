@@ -143,6 +143,27 @@ class VllmEngine:
         (finished,) = self.generate([Prompt(secrets.token_hex(8), token_ids, sampling)])
         return finished.prompt_logprobs
 
+    def preemptions(self) -> int:
+        """Return how often the engine has preempted a request since it started.
+
+        Needs an engine started with ``disable_log_stats=False``.
+        """
+        metrics = self._bounded("get_metrics", self._llm.get_metrics)
+        counts = [m.value for m in metrics if m.name == "vllm:num_preemptions"]
+        if not counts:
+            raise CouldNotRun("the engine counts no preemptions", remedy=f"see {self._log}")
+        return int(sum(counts))
+
+    @property
+    def prefills_in_chunks(self) -> bool:
+        """Whether a prompt may be longer than the token budget of a step.
+
+        vLLM's CPU build switches it off for latent attention, says so at level INFO, and never
+        schedules a longer prompt.
+        """
+        scheduler = self._llm.llm_engine.vllm_config.scheduler_config
+        return bool(scheduler.enable_chunked_prefill)
+
     def rpc(self, method: str, *arguments: Any) -> Any:
         """Return the raw reply of ``collective_rpc``, untouched.
 

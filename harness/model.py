@@ -87,6 +87,9 @@ class CaptureBatch:
     replies: Sequence[Any] = field(default=())
     """One raw reply per worker, untouched (see ``truetap.harness.envelope``)."""
     world_size: int = 1
+    by_rank: Sequence[str] = ()
+    """For each rank a digest of what it saw of this call: keys, token ids, number of rows, and the
+    states if it holds them. May be empty if there is one rank."""
     preemptions: int | None = None
     """How often the engine preempted a request during this call; None if it does not say."""
 

@@ -53,6 +53,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--profile", help="clauses to run and require (default: core; with --channel: reply)"
     )
+    group.addoption(
+        "--draws",
+        default="ci",
+        choices=["dev", "ci", "gpu", "nightly"],
+        help="how many batches hypothesis draws (default: ci)",
+    )
     group.addoption("--report", help="write the conformance report to this file")
 
 
@@ -84,9 +90,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 others.append(item)
         elif mark is not None or item.path.parent == suite:
             raise pytest.UsageError(f"{item.nodeid} names no clause of the contract")
+    # What needs other engines comes last: the first one is closed by then.
+    items.sort(key=lambda item: _is_clause(item) and "staged" in getattr(item, "fixturenames", ()))
     if others:
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
+
+
+def _is_clause(item: pytest.Item) -> bool:
+    return any(name == _CLAUSE for name, _ in item.user_properties)
 
 
 @pytest.fixture
@@ -121,7 +133,22 @@ class SuiteRun:
         _say(f"{name} is up after {time.monotonic() - started:.0f} s")
         self.environment = asdict(self._session.environment())
         reference = Reference(Path(spec.model), spec.dtype)
-        return observe(self._session, spec, reference, {}, _say)
+        return observe(self._session, spec, reference, {}, _say, profile=_profile(self._config))
+
+    def play(self, seen: Any) -> Any:
+        """Close the base session, and open the adapter once for each scene of the profile."""
+        from truetap.harness import contract, registry
+        from truetap.harness.scenes import play
+
+        self.close()
+        adapter = registry.find(self._config.getoption("adapter"))
+
+        def opened(spec: EngineSpec, name: str) -> Any:
+            scratch = self._scratch / name
+            scratch.mkdir()
+            return adapter.open(spec, scratch=scratch)
+
+        return play(seen, opened, contract.clauses_of(_profile(self._config)), _say)
 
     def observe_channel(self) -> Any:
         """Open the reply channel, tensor parallel over two ranks, and drive it."""
@@ -160,7 +187,7 @@ _RUN = pytest.StashKey[SuiteRun]()
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     """Attach to each test's report what failed, in one line, and where it ran."""
     outcome: pytest.TestReport = yield
-    if any(name == _CLAUSE for name, _ in item.user_properties):
+    if _is_clause(item):
         if call.excinfo is not None:
             message = str(call.excinfo.value).strip() or call.excinfo.typename
             expected = isinstance(call.excinfo.value, (AssertionError, pytest.fail.Exception))
@@ -236,7 +263,7 @@ def suite_digest() -> str:
     harness = Path(__file__).parent
     files = [*harness.glob("*.py")]
     for folder in ("adapters", "channels"):
-        files += (harness / folder).glob("*.py")
+        files += (harness / folder).rglob("*.py")
     if suite := _suite_folder():
         files += suite.glob("*.py")
     digest = hashlib.sha256()

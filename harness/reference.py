@@ -64,6 +64,73 @@ class Reference:
             hidden = torch.from_numpy(np.ascontiguousarray(last)).to(head.weight.dtype)
             return _next_logprobs(head(base.norm(hidden)), token_ids)
 
+    def preference(self, token_ids: Sequence[int], one: int, other: int) -> tuple[float, float]:
+        """Return how far apart two next tokens are, and the noise of that, in nats.
+
+        The noise is the engine-precision reference's typical error over the whole sequence.
+        """
+        pair = [self.states([*token_ids, token]) for token in (one, other)]
+        gap = abs(float(pair[0].logprobs[-1] - pair[1].logprobs[-1]))
+        return gap, float(max(np.mean(states.logprob_noise) for states in pair))
+
+    def next_boundary(self, k: int, state: Float32, *, rough: bool = False) -> Float32:
+        """Return ``[T, H]``: what block ``k`` makes of ``state``, boundary k of one prompt.
+
+        ``rough`` computes it in the engine's dtype.
+        """
+        return _through_block(self._rough if rough else self._precise, k, state)
+
+    def embedding_rows(self, token_ids: Sequence[int]) -> Float32:
+        """Return ``[T, H]``: boundary 0 in the engine's dtype, exactly."""
+        import torch
+
+        with torch.no_grad():
+            rows = self._rough.get_input_embeddings()(torch.tensor([list(token_ids)]))[0]
+        found: Float32 = rows.float().numpy()
+        return found
+
+
+class _Enough(Exception):
+    """Ends a forward pass of which nothing more is wanted."""
+
+
+def _through_block(model: Any, k: int, state: Float32) -> Float32:
+    """Run the model as far as block ``k``, with another input for it.
+
+    Masks and positions are prepared by the model, in ways that differ by family, so the block is
+    not called by hand.
+    """
+    import torch
+
+    found: list[Any] = []
+    dtype = model.get_input_embeddings().weight.dtype
+    stream = torch.from_numpy(np.ascontiguousarray(state))[None].to(dtype)
+
+    def give(_module: Any, args: Any, kwargs: Any) -> Any:
+        if "hidden_states" in kwargs:
+            return args, kwargs | {"hidden_states": stream}
+        return (stream, *args[1:]), kwargs
+
+    def take(_module: Any, _inputs: Any, output: Any) -> None:
+        found.append(output[0] if isinstance(output, tuple) else output)
+        raise _Enough
+
+    block = model.base_model.layers[k]
+    hooks = [
+        block.register_forward_pre_hook(give, with_kwargs=True),
+        block.register_forward_hook(take),
+    ]
+    try:
+        with torch.no_grad():
+            model(torch.zeros((1, len(state)), dtype=torch.int64), use_cache=False)
+    except _Enough:
+        pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+    reached: Float32 = found[0][0].float().numpy()
+    return reached
+
 
 def _load(model: Path, dtype: str) -> Any:
     try:

@@ -15,7 +15,7 @@ import numpy as np
 
 from truetap.harness import envelope, environment, verifier
 from truetap.harness.boundaries import check
-from truetap.harness.errors import CouldNotRun
+from truetap.harness.errors import CouldNotRun, UsageError
 from truetap.harness.model import Capture, CaptureBatch, CaptureRequest, EngineSpec, Environment
 
 
@@ -24,15 +24,16 @@ class TransformersAdapter:
 
     name = "transformers"
 
-    def open(self, spec: EngineSpec, *, scratch: Path) -> TransformersSession:  # noqa: ARG002
-        """Load the model; needs no scratch folder."""
-        return TransformersSession(spec)
+    def open(self, spec: EngineSpec, *, scratch: Path) -> TransformersSession:
+        """Load the model."""
+        return TransformersSession(spec, scratch / "transformers.log")
 
 
 class TransformersSession:
     """A verifier held by transformers."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, log: Path | None = None) -> None:
+        _refuse(spec)
         try:
             import torch
             from transformers import AutoModelForCausalLM
@@ -42,7 +43,8 @@ class TransformersSession:
                 f"transformers cannot run: {error}", remedy="pip install 'truetap[reference]'"
             ) from error
         facts = verifier.describe(Path(spec.model))
-        self.boundaries = check(spec.boundaries, facts.num_blocks)
+        self.boundaries = check(spec.boundaries, facts.num_blocks) if spec.boundaries else ()
+        self.log = log
         self._spec = spec
         logging.disable_progress_bar()
         self._model: Any = AutoModelForCausalLM.from_pretrained(
@@ -51,15 +53,26 @@ class TransformersSession:
 
     def capture(self, requests: Sequence[CaptureRequest]) -> CaptureBatch:
         """Capture one prompt after the other."""
+        for request in requests:
+            tokens = len(request.token_ids) + request.max_tokens - 1
+            if not request.token_ids or tokens >= self._spec.max_model_len:
+                raise UsageError(
+                    f"request {request.key!r} needs {tokens} tokens; with max_model_len "
+                    f"{self._spec.max_model_len} there may be 1 to {self._spec.max_model_len - 1}",
+                    remedy="raise max_model_len or shorten the prompt",
+                )
         nonce = envelope.new_nonce()
         captures = tuple(self._capture(request) for request in requests)
         reply = envelope.seal(nonce, 0, 1, lambda: {"requests": len(captures)})
+        if self.log is not None:
+            with self.log.open("a") as log:
+                log.write(f"captured {len(captures)} requests, call {nonce}\n")
         return CaptureBatch(captures=captures, nonce=nonce, replies=[reply])
 
     def _capture(self, request: CaptureRequest) -> Capture:
         import torch
 
-        seen: dict[int, Any] = {}
+        seen: dict[int, list[Any]] = {boundary: [] for boundary in self.boundaries}
         layers = self._model.base_model.layers
         hooks = []
         for boundary in self.boundaries:
@@ -67,23 +80,45 @@ class TransformersSession:
             module = layers[boundary] if boundary < len(layers) else self._model.base_model.norm
             hooks.append(
                 module.register_forward_pre_hook(
-                    lambda _module, inputs, k=boundary: seen.__setitem__(k, inputs[0][0].clone())
+                    lambda _module, inputs, k=boundary: seen[k].append(inputs[0][0].clone())
                 )
             )
         try:
-            with torch.no_grad():
-                self._model(torch.tensor([list(request.token_ids)]), use_cache=False)
+            generated = self._generate(request)
         finally:
             for hook in hooks:
                 hook.remove()
-        states = torch.stack([seen[boundary] for boundary in self.boundaries], dim=1)
+        passes = request.max_tokens if self._spec.include_output else 1
+        states = _NO_STATES
+        dtype = self._spec.dtype
+        if self.boundaries:
+            rows = [torch.cat(seen[boundary][:passes]) for boundary in self.boundaries]
+            dtype = str(rows[0].dtype).removeprefix("torch.")
+            states = torch.stack(rows, dim=1).float().numpy()
         return Capture(
             key=request.key,
-            token_ids=request.token_ids,
+            token_ids=request.token_ids + generated[: passes - 1],
             boundaries=self.boundaries,
-            states=states.float().numpy(),
-            dtype=str(states.dtype).removeprefix("torch."),
+            states=states,
+            dtype=dtype,
+            generated=generated,
         )
+
+    def _generate(self, request: CaptureRequest) -> tuple[int, ...]:
+        """Run the prompt, and greedily what follows it, a token a pass."""
+        import torch
+
+        generated: list[int] = []
+        step, cache = list(request.token_ids), None
+        with torch.no_grad():
+            while len(generated) < request.max_tokens:
+                out = self._model(
+                    torch.tensor([step]), past_key_values=cache, use_cache=request.max_tokens > 1
+                )
+                cache = out.past_key_values
+                step = [int(out.logits[0, -1].argmax())]
+                generated += step
+        return tuple(generated)
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float] | None:
         """Return log-probabilities from the model's own logits."""
@@ -119,3 +154,21 @@ class TransformersSession:
     def close(self) -> None:
         """Drop the model."""
         self._model = None
+
+
+_NO_STATES = np.zeros((0, 0, 0), dtype=np.float32)
+
+
+def _refuse(spec: EngineSpec) -> None:
+    """Refuse what one process without a scheduler cannot do."""
+    wanted = {
+        "tensor parallel": spec.tensor_parallel_size > 1,
+        "compiled": not spec.enforce_eager,
+        "preempting": spec.kv_cache_blocks is not None,
+    }
+    for what, asked in wanted.items():
+        if asked:
+            raise UsageError(
+                f"the transformers adapter has no {what} engine",
+                remedy="use an adapter of an engine that has one",
+            )

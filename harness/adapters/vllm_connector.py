@@ -50,7 +50,8 @@ class CopyOrders(KVConnectorMetadata):
 class _Tracked:
     """A request between its first scheduling and its end, as the scheduler's half sees it."""
 
-    key: str
+    key: str | None
+    """None: not to be captured, as a request that only asks for log-probabilities."""
     token_ids: list[int]
     block_ids: list[int]
     ordered: bool = False
@@ -109,7 +110,7 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
 
     @staticmethod
     def _order(meta: CopyOrders, tracked: _Tracked, computed: int) -> None:
-        if not tracked.ordered and computed >= len(tracked.token_ids):
+        if tracked.key is not None and not tracked.ordered and computed >= len(tracked.token_ids):
             tracked.ordered = True
             meta.orders.append(
                 CopyOrder(tracked.key, tracked.token_ids, list(tracked.block_ids)),
@@ -166,17 +167,21 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         rows = self._cache[blocks].flatten(0, 1)[: len(order.token_ids)]
         return rows.to("cpu", copy=True)
 
-    def take(self, keys: Iterable[str]) -> dict[str, Taken]:
-        """Remove and return everything captured since the last take, whether asked for or not."""
+    def take(self, keys: Iterable[str]) -> tuple[dict[str, Taken], int]:
+        """Return what was captured for ``keys`` since the last take, and for how many others.
+
+        All of it is forgotten here, whether asked for or not.
+        """
         everything, self._taken = self._taken, {}
-        return {key: everything[key] for key in keys if key in everything}
+        taken = {key: everything.pop(key) for key in keys if key in everything}
+        return taken, len(everything)
 
 
-def _key_of(new_request: Any) -> str:
-    """Return the caller's key: vLLM's own request ids get a random suffix."""
+def _key_of(new_request: Any) -> str | None:
+    """Return the caller's key, if there is one: vLLM's own request ids get a random suffix."""
     extra = getattr(new_request.sampling_params, "extra_args", None) or {}
     key = (extra.get("kv_transfer_params") or {}).get(KEY_FIELD)
-    return str(key) if key is not None else str(new_request.req_id)
+    return None if key is None else str(key)
 
 
 def _hidden_state_group(kv_cache_config: Any) -> int:

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from truetap.harness import envelope, environment, verifier
 from truetap.harness.adapters.rpc_schedule import KEY_PREFIX
 from truetap.harness.boundaries import check
@@ -50,6 +52,11 @@ class VllmRpcAdapter:
                 "not run",
                 remedy="set enforce_eager, or use the adapter vllm_native",
             )
+        if spec.include_output:
+            raise UsageError(
+                f"{self.name} captures prompts, not what is generated",
+                remedy="send prompt and output together as a prompt: the states are the same",
+            )
         return VllmRpcSession(spec, scratch)
 
 
@@ -62,16 +69,23 @@ class VllmRpcSession:
 
     def __init__(self, spec: EngineSpec, scratch: Path) -> None:
         facts = verifier.describe(Path(spec.model))
-        self.boundaries = check(spec.boundaries, facts.num_blocks)
+        self.boundaries = check(spec.boundaries, facts.num_blocks) if spec.boundaries else ()
+        self.log = scratch / "engine.log"
         self._spec = spec
         self._scratch = scratch
         self._engine = VllmEngine(
             _engine_arguments(spec),
-            log=scratch / "engine.log",
+            log=self.log,
             startup_deadline_s=spec.startup_deadline_s,
             call_deadline_s=spec.call_deadline_s,
         )
         self._calls = _Overheard(self._engine.llm)
+        self._longest = spec.max_model_len - 1
+        if not self._engine.prefills_in_chunks:
+            self._longest = min(self._longest, spec.max_num_batched_tokens)
+        self._runner = ""
+        if not self.boundaries:
+            return
         try:
             runners = self._collect("truetap_watch", list(self.boundaries))
         except BaseException:
@@ -91,19 +105,34 @@ class VllmRpcSession:
             Prompt(
                 key=key,
                 token_ids=request.token_ids,
-                sampling={"max_tokens": 1, "temperature": 0.0, "detokenize": False},
+                sampling={
+                    "max_tokens": request.max_tokens,
+                    "temperature": 0.0,
+                    "ignore_eos": True,
+                    "detokenize": False,
+                },
                 cache_salt=key,
             )
             for key, request in zip(keys, requests, strict=True)
         )
-        for _ in self._engine.generate(prompts, in_flight=2 * self._spec.max_num_seqs):
-            pass
+        counts = self._spec.kv_cache_blocks is not None
+        before = self._engine.preemptions() if counts else 0
+        generated = {
+            finished.key: tuple(finished.token_ids)
+            for finished in self._engine.generate(prompts, in_flight=2 * self._spec.max_num_seqs)
+        }
+        if not self.boundaries:
+            captures = tuple(
+                Capture(r.key, r.token_ids, (), _NO_STATES, self._spec.dtype, False, generated[key])
+                for r, key in zip(requests, keys, strict=True)
+            )
+            return CaptureBatch(captures, call)
         by_rank = self._collect("truetap_take", keys)
         _refuse_gaps(by_rank, requests)
         captures = tuple(
-            self._capture(request.key, token_ids, states)
-            for request, token_ids, states in zip(
-                requests, by_rank[0]["token_ids"], by_rank[0]["states"], strict=True
+            self._capture(request.key, token_ids, states, generated[key])
+            for request, key, token_ids, states in zip(
+                requests, keys, by_rank[0]["token_ids"], by_rank[0]["states"], strict=True
             )
         )
         return CaptureBatch(
@@ -111,6 +140,8 @@ class VllmRpcSession:
             nonce=self._calls.nonce,
             replies=self._calls.replies,
             world_size=self._spec.tensor_parallel_size,
+            by_rank=["".join(taken["digests"]) for taken in by_rank.values()],
+            preemptions=self._engine.preemptions() - before if counts else None,
         )
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float] | None:
@@ -136,7 +167,9 @@ class VllmRpcSession:
             self._calls, method, args, deadline=self._spec.call_deadline_s, folder=self._scratch
         )
 
-    def _capture(self, key: str, token_ids: list[int], states: Any) -> Capture:
+    def _capture(
+        self, key: str, token_ids: list[int], states: Any, generated: tuple[int, ...]
+    ) -> Capture:
         import torch
 
         return Capture(
@@ -145,18 +178,23 @@ class VllmRpcSession:
             boundaries=self.boundaries,
             states=states.to(torch.float32).numpy(),
             dtype=str(states.dtype).removeprefix("torch."),
+            generated=generated,
         )
 
     def _refuse_long(self, requests: Sequence[CaptureRequest]) -> None:
         """Refuse what vLLM would refuse, or cut short, after others of the call have run."""
         for request in requests:
-            if not 0 < len(request.token_ids) < self._spec.max_model_len:
+            tokens, after = len(request.token_ids), request.max_tokens - 1
+            if not 0 < tokens <= self._longest or tokens + after >= self._spec.max_model_len:
                 raise UsageError(
-                    f"request {request.key!r} has {len(request.token_ids)} tokens; with "
-                    f"max_model_len {self._spec.max_model_len} a prompt may have 1 to "
-                    f"{self._spec.max_model_len - 1}",
+                    f"request {request.key!r} has {tokens} tokens; with max_model_len "
+                    f"{self._spec.max_model_len} and steps of {self._spec.max_num_batched_tokens} "
+                    f"tokens a prompt may have 1 to {self._longest}, less what it generates",
                     remedy="raise max_model_len or shorten the prompt",
                 )
+
+
+_NO_STATES = np.zeros((0, 0, 0), dtype=np.float32)
 
 
 class _Overheard:
@@ -205,7 +243,10 @@ def _refuse_gaps(by_rank: Mapping[int, Any], requests: Sequence[CaptureRequest])
 
 
 def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    return {
+    tight: dict[str, Any] = {}
+    if spec.kv_cache_blocks is not None:  # statistics count preemptions
+        tight = {"num_gpu_blocks_override": spec.kv_cache_blocks, "disable_log_stats": False}
+    return tight | {
         "model": spec.model,
         "dtype": spec.dtype,
         "tensor_parallel_size": spec.tensor_parallel_size,

@@ -6,10 +6,12 @@ control data travels in the replies, as envelopes; hidden states go to a file.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
-from truetap.harness import envelope, shard
+from truetap.harness import envelope, shard, worker_log
 
 
 class CaptureWorker:
@@ -28,10 +30,14 @@ class CaptureWorker:
     ) -> dict[str, Any]:
         """Write the captures of ``keys``, in that order, to ``path``'s partial file.
 
-        The first tensor-parallel rank writes. Every rank replies with the rows that it saw; a key
-        with no rows is named in ``missing`` and nothing is written.
+        The first tensor-parallel rank writes. Every rank replies with the rows that it saw and a
+        digest of their token ids; a key with no rows is named in ``missing`` and nothing is
+        written. ``others`` counts requests that were captured and not asked for.
         """
-        return self._sealed(nonce, lambda: _flush(Path(path), keys, loss_masks))
+        reply = self._sealed(nonce, lambda: _flush(Path(path), keys, loss_masks))
+        rows = reply.get("payload", {}).get("rows")
+        worker_log.say(f"rank {self.rank} flushes {len(keys)} requests, {rows} rows, call {nonce}")
+        return reply
 
     def _sealed(self, nonce: str, work: Any) -> dict[str, Any]:
         world_size = self.vllm_config.parallel_config.world_size
@@ -39,14 +45,19 @@ class CaptureWorker:
 
 
 def _flush(path: Path, keys: list[str], loss_masks: list[bytes]) -> dict[str, Any]:
-    taken = _connector().take(keys)
+    taken, others = _connector().take(keys)
+    seen = hashlib.sha256()
+    for key, one in taken.items():
+        seen.update(json.dumps([key, one.token_ids]).encode())
     reply: dict[str, Any] = {
         "missing": [key for key in keys if key not in taken],
         "rows": sum(len(one.token_ids) for one in taken.values()),
+        "seen": seen.hexdigest(),
+        "others": others,
         "digests": {},
     }
     states = [one.states for one in taken.values()]
-    if not reply["missing"] and all(one is not None for one in states):
+    if states and not reply["missing"] and all(one is not None for one in states):
         reply["digests"] = shard.write_partial(
             path, states, [one.token_ids for one in taken.values()], loss_masks
         )

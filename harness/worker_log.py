@@ -1,0 +1,14 @@
+"""What a worker says to the user.
+
+vLLM's workers show log records of vLLM alone, and from a level of their own on. A line on the
+standard error stream always arrives: in the engine's log, which errors name.
+"""
+
+from __future__ import annotations
+
+import sys
+
+
+def say(sentence: str) -> None:
+    """Write one line, at once."""
+    print(f"truetap: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
