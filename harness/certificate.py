@@ -46,7 +46,7 @@ def issue(report: Report, *, now: datetime, validity: timedelta = VALIDITY) -> d
     refusals = [
         f"{clause.id} {clause.outcome.replace('_', ' ')}: {clause.saw or clause.title}"
         for clause in report.clauses
-        if clause.level == "MUST" and clause.outcome != "pass"
+        if clause.level == "MUST" and not clause.holds
     ]
     refusals += [f"{clause_id} is not in the report" for clause_id in report.absent]
     if report.evidence != "live":
@@ -189,8 +189,10 @@ def _uncovered(clauses: Mapping[str, Any], required: Sequence[str], again: str) 
     reasons = []
     for clause_id in required:
         entry = clauses.get(clause_id)
-        ran = isinstance(entry, Mapping) and entry.get("outcome") == "pass" and entry.get("cases")
-        if contract.CLAUSES[clause_id].level == "MUST" and not ran:
+        clause = contract.CLAUSES[clause_id]
+        enough = ("pass", "refused") if clause.refusable else ("pass",)
+        ran = isinstance(entry, Mapping) and entry.get("outcome") in enough and entry.get("cases")
+        if clause.level == "MUST" and not ran:
             reasons.append(
                 Reason("clause", f"clause {clause_id} did not run and pass", again),
             )

@@ -104,7 +104,7 @@ class VllmEngine:
                 )
         finally:
             now = set(psutil.Process().children(recursive=True))
-            self._processes = [p for p in now - before if not _is_reaper(p)]
+            self._processes = [p for p in now - before if not reaper.is_reaper(p)]
             if not hasattr(self, "_llm"):
                 reaper.kill(self._processes)
 
@@ -351,9 +351,3 @@ def _finished(output: Any, prompt: Prompt) -> Finished:
         ],
         accepted_histogram=list(accepted.histogram) if accepted else None,
     )
-
-
-def _is_reaper(process: psutil.Process) -> bool:
-    with suppress(psutil.Error):
-        return "truetap.harness.reaper" in process.cmdline()
-    return False

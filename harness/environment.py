@@ -40,6 +40,7 @@ def assemble(
     }
     recorded = {
         "verifier_name": described.name,
+        **verifier.kinds(described.config),
         "host_os": platform.platform(),
         "python": platform.python_version(),
         "truetap": _installed("truetap"),

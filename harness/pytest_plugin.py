@@ -1,4 +1,4 @@
-"""pytest plugin: options, markers and the report of the conformance suite.
+"""pytest plugin: options, markers, fixtures and hooks of the conformance suite.
 
 Loaded into every pytest run where truetap is installed, so it imports neither torch nor an engine,
 and does nothing unless the suite or one of its markers is used.
@@ -6,22 +6,39 @@ and does nothing unless the suite or one of its markers is used.
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields, replace
-from datetime import UTC, datetime
-from importlib.util import find_spec
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
-from truetap.harness import contract, report
-from truetap.harness.errors import UsageError
-from truetap.harness.model import EngineSpec
-from truetap.harness.report import Outcome
+from truetap.harness import contract, gpus, reaper, suite_options
+from truetap.harness.errors import CouldNotRun, UsageError
+from truetap.harness.run_deadline import RunDeadline
+from truetap.harness.suite_options import suite_digest
+from truetap.harness.suite_reporter import (
+    CLAUSE,
+    EXPECTED,
+    FACTS,
+    OUTCOME,
+    REPRODUCE,
+    SAW,
+    SLOT,
+    UNTIL,
+    Reporter,
+)
+
+if TYPE_CHECKING:
+    from truetap.harness.expectations import Expectations
+    from truetap.harness.model import EngineSpec
+
+__all__ = ["Refused", "Saw", "SuiteRun", "suite_digest"]
 
 Saw = Callable[[str], None]
 """A clause calls this with one sentence of what it measured."""
@@ -31,8 +48,6 @@ class Refused(pytest.skip.Exception):  # type: ignore[name-defined, misc]
     """What a clause asks for was refused by the capture path, loudly and before it gave data."""
 
 
-_CLAUSE, _SAW, _ENVIRONMENT = "truetap_clause", "truetap_saw", "truetap_environment"
-_OUTCOMES: dict[str, Outcome] = {"pass": "pass", "refused": "refused", "fail": "fail"}
 _MARKERS = {
     "clause(id)": "the clause that a conformance test decides",
     "live": "drives a real engine in processes of its own",
@@ -44,52 +59,105 @@ _MARKERS = {
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the suite's options."""
-    group = parser.getgroup("truetap", "truetap conformance suite")
-    group.addoption("--adapter", help="capture adapter to put through the suite")
-    group.addoption("--channel", help="reply channel to put through the suite instead")
-    group.addoption("--model", help="verifier directory (default: a small random Llama)")
-    group.addoption("--boundaries", help="comma-separated boundaries (default: EAGLE-3's)")
-    group.addoption("--spec", help="JSON file with engine settings; see EngineSpec")
-    group.addoption(
-        "--profile", help="clauses to run and require (default: core; with --channel: reply)"
-    )
-    group.addoption(
-        "--draws",
-        default="ci",
-        choices=["dev", "ci", "gpu", "nightly"],
-        help="how many batches hypothesis draws (default: ci)",
-    )
-    group.addoption("--report", help="write the conformance report to this file")
+    suite_options.add(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register markers; refuse GPU runs without a GPU; start a report if one is wanted."""
+    """Register markers; refuse what cannot be; start the report, the deadline and GPU pinning."""
     for marker, meaning in _MARKERS.items():
         config.addinivalue_line("markers", f"{marker}: {meaning}")
+    try:
+        _pin_gpus(config)
+        config.stash[_EXPECTED] = suite_options.expectations(config)
+        reporter = None
+        if not hasattr(config, "workerinput"):  # xdist's workers leave this to their controller
+            reporter = Reporter(config)
+            config.pluginmanager.register(reporter, "truetap-reporter")
+    except UsageError as wrong:
+        raise pytest.UsageError(f"{wrong}; {wrong.remedy}".removesuffix("; ")) from None
+    except CouldNotRun as missing:
+        pytest.exit(f"{missing}; {missing.remedy}", returncode=missing.exit_code)
     wanted = config.getoption("markexpr", "") or ""
     if "gpu" in wanted and "not gpu" not in wanted and not _has_gpu():
         pytest.exit("no GPU here: GPU tests cannot run, which is not a pass", returncode=3)
-    if not hasattr(config, "workerinput"):  # xdist's workers leave reporting to their controller
-        try:
-            reporter = _Reporter(config)
-        except UsageError as wrong:
-            raise pytest.UsageError(f"{wrong}; {wrong.remedy}") from None
-        config.pluginmanager.register(reporter, "truetap-reporter")
+    if suite_options.subject(config) and not _workers(config):
+        _start_deadline(config, reporter)
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Stop the clock, and give the environment back as it was."""
+    if deadline := config.stash.get(_DEADLINE, None):
+        deadline.stop()
+    before = config.stash.get(_VISIBLE, _UNPINNED)
+    if before is None:
+        os.environ.pop(gpus.VARIABLE, None)
+    elif before != _UNPINNED:
+        os.environ[gpus.VARIABLE] = before
+
+
+def _workers(config: pytest.Config) -> int:
+    """Return how many workers run the tests for this process; 0 if it runs them itself."""
+    return 0 if hasattr(config, "workerinput") else len(getattr(config.option, "tx", None) or ())
+
+
+def _pin_gpus(config: pytest.Config) -> None:
+    """Give this process, and the engine that it will start, its own of the caller's GPUs."""
+    wanted = config.getoption("gpus", None)
+    if wanted is None:
+        return
+    visible = os.environ.get(gpus.VARIABLE)
+    workers = _workers(config)
+    slot = getattr(config, "workerinput", {}).get(SLOT, max(0, workers - 1))
+    mine = gpus.share(visible, worker=slot, per_worker=wanted, count=gpus.count)
+    ranks = suite_options.spec_record(config).get("tensor_parallel_size", 1)
+    if ranks > wanted:
+        raise UsageError(
+            f"an engine of {ranks} ranks does not fit on {wanted} GPUs",
+            remedy="raise --gpus, or lower tensor_parallel_size in --spec",
+        )
+    if not workers:  # a controller only looks whether there are enough for all
+        config.stash[_VISIBLE] = visible
+        os.environ[gpus.VARIABLE] = mine
+
+
+def _start_deadline(config: pytest.Config, reporter: Reporter | None) -> None:
+    until = getattr(config, "workerinput", {}).get(UNTIL)
+    left = config.getoption("deadline") if until is None else until - time.monotonic()
+    before = set(psutil.Process().children(recursive=True))
+
+    def engine() -> list[psutil.Process]:
+        now = set(psutil.Process().children(recursive=True))
+        return [process for process in now - before if not reaper.is_reaper(process)]
+
+    def last_words() -> None:
+        if reporter is not None:
+            reporter.finish(late=True)
+
+    config.stash[_DEADLINE] = RunDeadline(left, engine, last_words)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and the like: all tests of a clause are counted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Require a clause on every conformance test; leave out those of other profiles."""
-    suite = _suite_folder()
-    wanted = contract.clauses_of(_profile(config))
+    """Require a clause on every conformance test; leave out the tests of other clauses."""
+    suite = suite_options.suite_folder()
+    wanted = suite_options.chosen(config)
+    alone = bool(config.getoption("clause", None))
     others = []
+    tests: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("clause")
         if mark is not None and mark.args and mark.args[0] in contract.CLAUSES:
-            item.user_properties.append((_CLAUSE, mark.args[0]))
+            item.user_properties.append((CLAUSE, mark.args[0]))
+            tests[mark.args[0]] += 1
             if mark.args[0] not in wanted:
                 others.append(item)
         elif mark is not None or item.path.parent == suite:
             raise pytest.UsageError(f"{item.nodeid} names no clause of the contract")
+        elif alone:
+            others.append(item)
+    if any("::" in argument for argument in config.args):  # there may be others, never collected
+        tests.update(dict.fromkeys(tests, 1))
+    config.stash[_TESTS] = tests
     # What needs other engines comes last: the first one is closed by then.
     items.sort(key=lambda item: _is_clause(item) and "staged" in getattr(item, "fixturenames", ()))
     if others:
@@ -98,13 +166,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_clause(item: pytest.Item) -> bool:
-    return any(name == _CLAUSE for name, _ in item.user_properties)
+    return any(name == CLAUSE for name, _ in item.user_properties)
 
 
 @pytest.fixture
 def saw(request: pytest.FixtureRequest) -> Saw:
     """Record what a clause measured, for the report."""
-    return lambda sentence: request.node.user_properties.append((_SAW, sentence))
+    return lambda sentence: request.node.user_properties.append((SAW, sentence))
 
 
 class SuiteRun:
@@ -126,18 +194,19 @@ class SuiteRun:
         if not name:
             raise UsageError("name the adapter under test", remedy="--adapter vllm_native")
         adapter = registry.find(name)
-        spec = _spec(self._config, self._scratch)
+        spec = suite_options.spec(self._config, self._scratch)
         started = time.monotonic()
         _say(f"opening {name}")
         self._session = adapter.open(spec, scratch=self._scratch)
         _say(f"{name} is up after {time.monotonic() - started:.0f} s")
         self.environment = asdict(self._session.environment())
         reference = Reference(Path(spec.model), spec.dtype)
-        return observe(self._session, spec, reference, {}, _say, profile=_profile(self._config))
+        profile = suite_options.profile(self._config)
+        return observe(self._session, spec, reference, {}, _say, profile=profile)
 
     def play(self, seen: Any) -> Any:
         """Close the base session, and open the adapter once for each scene of the profile."""
-        from truetap.harness import contract, registry
+        from truetap.harness import registry
         from truetap.harness.scenes import play
 
         self.close()
@@ -148,7 +217,8 @@ class SuiteRun:
             scratch.mkdir()
             return adapter.open(spec, scratch=scratch)
 
-        return play(seen, opened, contract.clauses_of(_profile(self._config)), _say)
+        profile = suite_options.profile(self._config)
+        return play(seen, opened, contract.clauses_of(profile), _say)
 
     def observe_channel(self) -> Any:
         """Open the reply channel, tensor parallel over two ranks, and drive it."""
@@ -158,7 +228,7 @@ class SuiteRun:
         name = self._config.getoption("channel")
         if not name:
             raise UsageError("name the reply channel under test", remedy="--channel collect")
-        spec = _spec(self._config, self._scratch, tensor_parallel_size=2)
+        spec = suite_options.spec(self._config, self._scratch)
         seen = observe_channel(registry.find_channel(name), spec, self._scratch, _say)
         self.environment = asdict(seen.environment)
         return seen
@@ -181,132 +251,66 @@ def suite_run(
 
 
 _RUN = pytest.StashKey[SuiteRun]()
+_EXPECTED: pytest.StashKey[Expectations | None] = pytest.StashKey()
+_DEADLINE = pytest.StashKey[RunDeadline]()
+_TESTS: pytest.StashKey[Counter[str]] = pytest.StashKey()
+_VISIBLE: pytest.StashKey[str | None] = pytest.StashKey()
+_UNPINNED = "\0"  # no environment variable holds this
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    """Attach to each test's report what failed, in one line, and where it ran."""
-    outcome: pytest.TestReport = yield
-    if _is_clause(item):
-        if call.excinfo is not None:
-            message = str(call.excinfo.value).strip() or call.excinfo.typename
-            expected = isinstance(call.excinfo.value, (AssertionError, pytest.fail.Exception))
-            kind = "fail" if call.when == "call" and expected else "error"
-            if isinstance(call.excinfo.value, Refused):
-                kind = "refused"
-            sentence = message.splitlines()[0]
-            if remedy := getattr(call.excinfo.value, "remedy", ""):
-                sentence += f"; {remedy}"
-            outcome.user_properties.append((_SAW, f"{kind}|{sentence}"))
-        if run := item.config.stash.get(_RUN, None):
-            outcome.user_properties.append((_ENVIRONMENT, run.environment))
-    return outcome
+    """Attach to each test's report what came of it, in one line, and where it ran."""
+    told: pytest.TestReport = yield
+    clause_id = dict(item.user_properties).get(CLAUSE)
+    if not isinstance(clause_id, str):
+        return told
+    run = item.config.stash.get(_RUN, None)
+    # Plain builtins: a report may travel between processes.
+    environment = json.loads(json.dumps(run.environment)) if run else {}
+    vars(told)[FACTS] = {"environment": environment, "tests": item.config.stash[_TESTS][clause_id]}
+    if call.excinfo is None:
+        if call.when == "call":
+            _record(item, told, {OUTCOME: "pass"})
+        return told
+    kind = _kind(call)
+    if kind is None:
+        return told
+    message = str(call.excinfo.value).strip() or call.excinfo.typename
+    sentence = message.splitlines()[0]
+    if remedy := getattr(call.excinfo.value, "remedy", ""):
+        sentence += f"; {remedy}"
+    again = suite_options.reproduce(item.config, clause_id)
+    _record(item, told, {OUTCOME: kind, SAW: sentence} | ({REPRODUCE: again} if again else {}))
+    if again and kind != "refused":
+        told.sections.append((f"to run {clause_id} alone", again))
+    expected = item.config.stash.get(_EXPECTED, None)
+    if kind == "fail" and expected is not None:
+        asked = suite_options.spec_record(item.config)
+        if entry := expected.of(clause_id, environment, asked):
+            told.outcome = "skipped"  # with ``wasxfail``, that is how pytest tells an xfail
+            vars(told)["wasxfail"] = f"{clause_id}: {entry.says}"
+            _record(item, told, {EXPECTED: entry.says})
+    return told
 
 
-class _Reporter:
-    """Collects clause outcomes from test reports and writes the conformance report."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self._path = config.getoption("report", None)
-        if self._path and not Path(self._path).parent.is_dir():
-            raise UsageError(
-                f"--report names {self._path}, in a folder that does not exist",
-                remedy="make the folder first",
-            )
-        self._started = time.monotonic()
-        adapter, channel = (config.getoption(name, None) or "" for name in ("adapter", "channel"))
-        if adapter and channel:
-            raise UsageError(
-                "--adapter and --channel name different subjects", remedy="give one of them"
-            )
-        self._report = report.blank(
-            _profile(config),
-            evidence="live",
-            adapter=adapter or channel,
-            spec=_spec_record(config),
-            suite_digest=suite_digest(),
-            started=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count one phase of a clause's test."""
-        properties = dict(report.user_properties)
-        clause_id = properties.get(_CLAUSE)
-        if clause_id is None or (report.when != "call" and not report.failed):
-            return
-        said = str(properties.get(_SAW, ""))
-        kind, _, sentence = ("pass", "", said) if report.passed else said.partition("|")
-        outcome = _OUTCOMES.get(kind, "error")
-        for clause in self._report.clauses:
-            if clause.id == clause_id:
-                if report.skipped and outcome != "refused":
-                    continue
-                clause.add(outcome, sentence)
-        if environment := properties.get(_ENVIRONMENT):
-            assert isinstance(environment, dict)
-            self._report.environment = environment
-
-    def pytest_sessionfinish(self) -> None:
-        """Write the report."""
-        if self._path:
-            self._report.seconds = round(time.monotonic() - self._started, 1)
-            self._report.write(Path(self._path))
+def _kind(call: pytest.CallInfo[None]) -> str | None:
+    """Return the outcome that an exception stands for; None for a skip, which is none."""
+    assert call.excinfo is not None
+    raised = call.excinfo.value
+    if isinstance(raised, Refused):
+        return "refused"
+    if isinstance(raised, pytest.skip.Exception):
+        return None
+    judged = isinstance(raised, (AssertionError, pytest.fail.Exception))
+    return "fail" if call.when == "call" and judged else "error"
 
 
-def _profile(config: pytest.Config) -> str:
-    default = "reply" if config.getoption("channel", None) else "core"
-    return config.getoption("profile", None) or default
-
-
-def suite_digest() -> str:
-    """Return the SHA-256 of the code that judges: the suite's tests and the harness they use."""
-    harness = Path(__file__).parent
-    files = [*harness.glob("*.py")]
-    for folder in ("adapters", "channels"):
-        files += (harness / folder).rglob("*.py")
-    if suite := _suite_folder():
-        files += suite.glob("*.py")
-    digest = hashlib.sha256()
-    for file in sorted(files, key=lambda file: file.name):
-        digest.update(f"{file.name}\0".encode() + file.read_bytes())
-    return digest.hexdigest()
-
-
-def _suite_folder() -> Path | None:
-    """Return where the suite's tests are, without importing them."""
-    suite = find_spec("truetap.conformance")
-    return Path(suite.origin).parent if suite and suite.origin else None
-
-
-def _spec(config: pytest.Config, scratch: Path, **defaults: Any) -> EngineSpec:
-    from truetap.harness import boundaries, random_verifier, verifier
-
-    record = {**defaults, **_spec_record(config)}
-    if not record.get("model"):
-        record["model"] = str(random_verifier.tiny_llama(scratch / "tiny-llama"))
-    if not record.get("boundaries"):
-        facts = verifier.describe(Path(record["model"]))
-        record["boundaries"] = boundaries.eagle3(facts.num_blocks)
-    spec = EngineSpec(**record)
-    return replace(spec, boundaries=tuple(spec.boundaries))
-
-
-def _spec_record(config: pytest.Config) -> dict[str, Any]:
-    """Return the engine settings named on the command line, as plain JSON values."""
-    record: dict[str, Any] = {}
-    try:
-        if file := config.getoption("spec", None):
-            record = dict(json.loads(Path(file).read_text()))
-        if model := config.getoption("model", None):
-            record["model"] = model
-        if listed := config.getoption("boundaries", None):
-            record["boundaries"] = [int(k) for k in listed.split(",")]
-    except (OSError, ValueError, TypeError) as error:
-        raise pytest.UsageError(f"the engine settings cannot be read: {error}") from None
-    unknown = record.keys() - {field.name for field in fields(EngineSpec)}
-    if unknown:
-        raise pytest.UsageError(f"unknown engine settings: {', '.join(sorted(unknown))}")
-    return record
+def _record(item: pytest.Item, told: pytest.TestReport, properties: dict[str, str]) -> None:
+    """Set properties of a test, in this phase's report and in those that follow."""
+    for where in (item.user_properties, told.user_properties):
+        kept = [(name, value) for name, value in where if name not in properties]
+        where[:] = [*kept, *properties.items()]
 
 
 def _has_gpu() -> bool:

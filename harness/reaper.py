@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import cache
 
 import psutil
@@ -41,6 +42,13 @@ def kill(processes: list[psutil.Process]) -> None:
         except psutil.NoSuchProcess:
             continue
     psutil.wait_procs(processes, timeout=5)
+
+
+def is_reaper(process: psutil.Process) -> bool:
+    """Return whether a process is a reaper, which outlives what it watches over."""
+    with suppress(psutil.Error):
+        return "truetap.harness.reaper" in process.cmdline()
+    return False
 
 
 def _reap(owner_pid: int) -> None:

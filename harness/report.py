@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from truetap.harness import contract
 from truetap.harness.errors import IntegrityError, UsageError
@@ -17,12 +17,16 @@ from truetap.harness.errors import IntegrityError, UsageError
 SCHEMA = "truetap/conformance-report/1"
 Outcome = Literal["pass", "refused", "fail", "error", "not_run"]
 Verdict = Literal["conformant", "non-conformant", "inconclusive"]
+_STRICT = {"extra": "forbid", "strict": True, "use_attribute_docstrings": True}
+"""How pydantic reads these records where a schema is wanted; nothing here imports it."""
 _SEVERITY: tuple[Outcome, ...] = ("not_run", "pass", "refused", "error", "fail")
 
 
 @dataclass
 class ClauseResult:
     """Outcome of one clause over all its cases."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     id: str
     title: str
@@ -31,6 +35,10 @@ class ClauseResult:
     cases: int = 0
     saw: str = ""
     """What was seen: the worst case's message, or what a passing case measured."""
+    expected: str = ""
+    """Reason and link of the expectation that foretold this failure; the outcome stays "fail"."""
+    reproduce: str = ""
+    """The command line that runs this clause alone, on the same subject."""
 
     @property
     def holds(self) -> bool:
@@ -50,6 +58,8 @@ class ClauseResult:
 @dataclass
 class Report:
     """One run of the suite against one adapter in one environment."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = _STRICT
 
     profile: str
     evidence: str
@@ -132,12 +142,17 @@ def load(path: Path) -> Report:
 
 def _checked(loaded: Report) -> Report:
     """Raise TypeError where a field that is read later is of another type."""
-    for name in ("profile", "evidence", "adapter", "suite_digest"):
+    for name in ("profile", "evidence", "adapter", "suite_digest", "started"):
         if not isinstance(getattr(loaded, name), str):
             raise TypeError(f"{name} is not text")
     if not isinstance(loaded.environment, dict):
         raise TypeError("environment is not a table")
+    if not isinstance(loaded.spec, dict):
+        raise TypeError("spec is not a table")
     for clause in loaded.clauses:
         if not isinstance(clause.id, str) or clause.outcome not in _SEVERITY:
             raise TypeError(f"there is no clause {clause.id!r} with outcome {clause.outcome!r}")
+        for name in ("title", "level", "saw", "expected", "reproduce"):
+            if not isinstance(getattr(clause, name), str):
+                raise TypeError(f"{name} of {clause.id} is not text")
     return loaded

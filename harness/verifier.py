@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -52,6 +53,20 @@ def describe(directory: Path) -> VerifierFacts:
         raise UsageError(
             f"{path} has no {missing}; it does not describe a decoder-only verifier"
         ) from None
+
+
+def kinds(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what kind of verifier a ``config.json`` describes, for expectations to be about."""
+    text = config.get("text_config", config)
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    positions = rope.get("rope_type", rope.get("type"))
+    if positions is None:  # some families have a table for each kind of block
+        tables = [table for table in rope.values() if isinstance(table, Mapping)]
+        positions = "+".join(sorted({str(table.get("rope_type", "default")) for table in tables}))
+    return {
+        "verifier_model_type": text.get("model_type"),
+        "verifier_rope_type": positions or "default",
+    }
 
 
 def digests(directory: Path) -> dict[str, str]:

@@ -285,7 +285,10 @@ def run(config: Path, mutant: str | None) -> None:
     whole.run(stage)
 
 
-for verb in (cli_engine.surface, cli_engine.record, cli_suite.clauses, cli_suite.adapters):
+for verb in (
+    *(cli_engine.surface, cli_engine.record),
+    *(cli_suite.clauses, cli_suite.adapters, cli_suite.matrix),
+):
     app.add_command(verb)
 
 

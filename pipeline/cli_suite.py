@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import click
@@ -59,6 +60,26 @@ def adapters(as_json: bool) -> None:
         return
     for kind, names in found.items():
         click.echo(f"{kind}: {', '.join(names) or 'none'}")
+
+
+@click.command()
+@click.argument("reports", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--out",
+    required=True,
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The page to write, one self-contained HTML file.",
+)
+def matrix(reports: tuple[Path, ...], out: Path) -> None:
+    """Lay conformance reports side by side: clauses down, runs across, details on a click.
+
+    A folder stands for all the reports in it. FILE.html#c=LAYERS-001&r=2 opens the page at that
+    clause in the second run.
+    """
+    from truetap.pipeline import matrix as page
+
+    count = page.write_page(reports, out)
+    click.echo(f"{out}: {count} {'report' if count == 1 else 'reports'}")
 
 
 def _row(clause: contract.Clause, faults: dict[str, dict[str, str]]) -> dict[str, Any]:

@@ -17,12 +17,11 @@ from truetap.harness.errors import CouldNotRun, TruetapError
 from truetap.harness.model import EngineSpec
 from truetap.harness.pytest_plugin import suite_digest
 from truetap.harness.report import Report
+from truetap.harness.suite_options import DEADLINE_S
 from truetap.pipeline.run_folder import RunFolder, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-DEADLINE_S = 1800.0
 
 
 def conform(
@@ -37,7 +36,8 @@ def conform(
     command = [
         *(sys.executable, "-m", "pytest", "--pyargs", "truetap.conformance"),
         *("--adapter", adapter, "--profile", profile, "--spec", str(where / "spec.json")),
-        *("--report", str(folder.report), "-q", "-s", "-p", "no:cacheprovider"),
+        *("--report", str(folder.report), "--deadline", str(DEADLINE_S)),
+        *("-q", "-s", "-p", "no:cacheprovider"),
         f"--rootdir={where}",
     ]
     console.print(f"conformance of {adapter}, profile {profile}", highlight=False)
@@ -57,7 +57,7 @@ def conform(
             file.write(line)
             if line.startswith("truetap: "):
                 console.print("  " + line.removeprefix("truetap: ").rstrip(), highlight=False)
-        process.wait(DEADLINE_S)
+        process.wait()  # the suite keeps its own deadline
     if not folder.report.exists():
         raise CouldNotRun("the conformance suite did not write a report", remedy=f"see {log}")
     made = report.load(folder.report)
@@ -75,6 +75,13 @@ def show(made: Report, console: Console) -> None:
         if clause.saw:
             console.print(
                 f"            saw: {clause.saw}", style="dim", highlight=False, markup=False
+            )
+        if clause.expected:
+            console.print(
+                f"            expected: {clause.expected}",
+                style="dim",
+                highlight=False,
+                markup=False,
             )
     console.print(f"{made.adapter}: {made.verdict}", style="bold", highlight=False)
 

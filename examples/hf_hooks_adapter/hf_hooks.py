@@ -59,14 +59,23 @@ def capture(request, out):
     if spec["tensor_parallel_size"] != 1:
         print("this engine has one rank only", file=sys.stderr)
         sys.exit(2)  # refused
+    fixed = {"kv_cache_blocks": None, "include_output": False, "enforce_eager": True}
+    for setting, only in fixed.items():
+        if spec[setting] != only:
+            print(f"this engine has no other {setting} than {only}", file=sys.stderr)
+            sys.exit(2)
     hooked = HookedModel(spec["model"], spec["dtype"])
     states, captures = {}, []
     for i, asked in enumerate(request["requests"]):
+        if len(asked["token_ids"]) >= spec["max_model_len"]:
+            print(f"{asked['key']!r} is longer than max_model_len allows", file=sys.stderr)
+            sys.exit(2)
         states[str(i)], logprobs = hooked.capture(asked["token_ids"], spec["boundaries"])
         captures.append({**asked, "prompt_logprobs": logprobs})
     reply = {"truetap": 1, "nonce": request["nonce"], "rank": 0, "world_size": 1, "payload": {}}
     answer = {"replies": [reply], "boundaries": spec["boundaries"], "captures": captures}
     save_file(states, out / "states.safetensors")
+    print(f"captured {len(captures)} prompts, call {request['nonce']}", file=sys.stderr)
     (out / "answer.json").write_text(json.dumps({"format": "truetap/capture/1", **answer}))
 
 

@@ -35,6 +35,9 @@ class _Captured(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     key: str
     token_ids: list[int]
+    max_tokens: int | None = None
+    """As asked: an executable may hand the whole request back."""
+    generated: list[int] = []
     prompt_logprobs: list[float] | None = None
 
 
@@ -52,6 +55,8 @@ class _Description(_Document):
 class _Answer(_Document):
     replies: list[Any]
     boundaries: list[int]
+    by_rank: list[str] = []
+    preemptions: int | None = None
     captures: list[_Captured]
     last_boundary_normed: bool = False
 
@@ -78,6 +83,7 @@ class SubprocessSession:
         facts = verifier.describe(Path(spec.model))
         self.boundaries = boundaries.check(spec.boundaries, facts.num_blocks)
         self._name, self._path, self._spec, self._scratch = name, path, spec, scratch
+        self.log = scratch / "log.txt"
         self._calls = 0
         folder = self._call("describe", deadline_s=spec.startup_deadline_s)
         said = (folder / "output.txt").read_text(errors="replace").strip() or "nothing"
@@ -90,10 +96,25 @@ class SubprocessSession:
         answer, states = self._answer(requests, nonce, prompt_logprobs=False)
         slots, normed = tuple(answer.boundaries), answer.last_boundary_normed
         captures = tuple(
-            Capture(captured.key, tuple(captured.token_ids), slots, rows, dtype, normed)
+            Capture(
+                captured.key,
+                tuple(captured.token_ids),
+                slots,
+                rows,
+                dtype,
+                normed,
+                tuple(captured.generated),
+            )
             for captured, (rows, dtype) in zip(answer.captures, states, strict=True)
         )
-        return CaptureBatch(captures, nonce, answer.replies, self._spec.tensor_parallel_size)
+        return CaptureBatch(
+            captures,
+            nonce,
+            answer.replies,
+            self._spec.tensor_parallel_size,
+            answer.by_rank,
+            answer.preemptions,
+        )
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float] | None:
         """Ask in a call of its own: some engines capture otherwise while they score a prompt."""
@@ -172,6 +193,8 @@ class SubprocessSession:
                     f"{self._path} {verb} did not end within {deadline_s:.0f} s and was killed",
                     remedy=f"see {log}",
                 ) from None
+        with self.log.open("a") as everything:
+            everything.write(log.read_text(errors="replace"))
         if code != 0:  # 2: the request itself is refused; any other: it could not be answered
             last = (log.read_text(errors="replace").strip() or "it says nothing").splitlines()[-1]
             kind, did = (UsageError, "refused") if code == 2 else (CouldNotRun, "failed")

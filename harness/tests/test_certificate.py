@@ -20,6 +20,7 @@ from truetap.harness.certificate import Certificate, Reason
 from truetap.harness.errors import CheckFailed, IntegrityError, TruetapError, UsageError
 from truetap.harness.report import Outcome, Report
 
+MUSTS = [id_ for id_ in contract.PROFILES["core"] if contract.CLAUSES[id_].level == "MUST"]
 NOW = datetime(2026, 11, 29, 16, 0, tzinfo=UTC)
 SECOND = timedelta(seconds=1)
 SUITE = "5" * 64
@@ -78,7 +79,7 @@ def held(statement: dict[str, Any]) -> Certificate:
 
 
 @pytest.mark.parametrize("outcome", ["fail", "error", "not_run"])
-@pytest.mark.parametrize("clause_id", contract.PROFILES["core"])
+@pytest.mark.parametrize("clause_id", MUSTS)
 def test_any_must_clause_that_did_not_pass_refuses(clause_id: str, outcome: Outcome) -> None:
     made = conformant()
     (clause,) = [clause for clause in made.clauses if clause.id == clause_id]
@@ -95,7 +96,7 @@ def test_everything_that_refuses_is_named_at_once() -> None:
     made.environment = {}
     made.clauses[0].outcome = "error"
     made.clauses[1].outcome = "fail"
-    gone = made.clauses.pop()
+    gone = made.clauses.pop(2)
     with pytest.raises(CheckFailed) as refused:
         certificate.issue(made, now=NOW)
     for named in (
@@ -113,7 +114,31 @@ def test_a_report_without_clauses_earns_nothing() -> None:
     made.clauses = []
     with pytest.raises(CheckFailed) as refused:
         certificate.issue(made, now=NOW)
-    assert all(clause_id in str(refused.value) for clause_id in contract.PROFILES["core"])
+    assert all(clause_id in str(refused.value) for clause_id in MUSTS)
+
+
+@pytest.mark.parametrize("outcome", ["pass", "refused"])
+def test_what_may_be_refused_is_certified_as_such(outcome: Outcome) -> None:
+    """A refusal is no wrong capture; of a clause that may not be refused it certifies nothing."""
+    may = [id_ for id_ in MUSTS if contract.CLAUSES[id_].refusable]
+    assert may
+    made = conformant()
+    for clause in made.clauses:
+        if clause.id in may:
+            clause.outcome = outcome
+    statement = certificate.issue(made, now=NOW)
+    assert reasons(held(statement)) == []
+    for clause_id in set(MUSTS) - set(may):
+        statement = certificate.issue(made, now=NOW)
+        statement["predicate"]["clauses"][clause_id]["outcome"] = "refused"
+        assert [reason.code for reason in reasons(held(statement))] == ["clause", "altered"]
+
+
+def test_a_should_clause_refuses_nothing() -> None:
+    made = conformant()
+    (clause,) = [one for one in made.clauses if one.level == "SHOULD"]
+    clause.outcome = "fail"
+    assert reasons(held(certificate.issue(made, now=NOW))) == []
 
 
 def test_a_fresh_certificate_has_no_shortcomings(tmp_path: Path) -> None:
@@ -208,7 +233,7 @@ def test_another_profile_and_another_suite_are_told() -> None:
     assert suite.code == "suite"
 
 
-@pytest.mark.parametrize("clause_id", contract.PROFILES["core"])
+@pytest.mark.parametrize("clause_id", MUSTS)
 @pytest.mark.parametrize(
     "entry",
     [

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 VERBS = [
     *("adapters", "certify", "clauses", "conform", "doctor", "evaluate", "extract", "gate"),
-    *("prepare", "record", "run", "surface", "train"),
+    *("matrix", "prepare", "record", "run", "surface", "train"),
 ]
-WITHOUT_CONFIG = {"adapters", "clauses", "doctor", "record", "surface"}
+WITHOUT_CONFIG = {"adapters", "clauses", "doctor", "matrix", "record", "surface"}
 MUSTS = [id_ for id_ in contract.PROFILES["core"] if contract.CLAUSES[id_].level == "MUST"]
 
 
