@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from truetap.conformance import strategies
+from truetap.harness.capture_store import StoreObservation
 from truetap.harness.channel import ChannelObservation
 from truetap.harness.observation import Observation
 from truetap.harness.pytest_plugin import SuiteRun
@@ -31,4 +32,11 @@ def staged(suite_run: SuiteRun, observation: Observation) -> Observation:
 def channel_seen(suite_run: SuiteRun) -> ChannelObservation:
     """Everything that the channel clauses judge, seen of the channel named by ``--channel``."""
     seen: ChannelObservation = suite_run.observe_channel()
+    return seen
+
+
+@pytest.fixture(scope="session")
+def store_seen(suite_run: SuiteRun) -> StoreObservation:
+    """Everything that the store clauses judge, seen of the store named by ``--store``."""
+    seen: StoreObservation = suite_run.observe_store()
     return seen

@@ -18,18 +18,21 @@ from truetap.conformance import (
     test_reply,
     test_reply_channel,
     test_rows,
+    test_store,
 )
 from truetap.harness import contract
+from truetap.harness.capture_store import StoreObservation
 from truetap.harness.channel import ChannelObservation
 from truetap.harness.observation import Observation
 from truetap.harness.pytest_plugin import Refused
 
-Seen = Observation | ChannelObservation
+Seen = Observation | ChannelObservation | StoreObservation
 Check = Callable[[Any, Callable[[str], None]], None]
 
 _MODULES = {
     Observation: (test_reply, test_rows, test_layers, test_parallel, test_engine),
     ChannelObservation: (test_reply_channel,),
+    StoreObservation: (test_store,),
 }
 
 

@@ -340,13 +340,104 @@ _CLAUSES = (
         ("vllm 0.11.0 (worker logs at INFO)",),
         "2026.11.0",
     ),
+    Clause(
+        "STORE-001",
+        "MUST",
+        "what is read is what was written: keys, token ids and states, bit for bit",
+        "Everything after the capture is read from disk. A narrower dtype, a last group that was "
+        "never flushed or rows under another key train as well as right ones.",
+        ("vllm#25294", "vllm#37374"),
+        "2026.11.0",
+    ),
+    Clause(
+        "STORE-002",
+        "MUST",
+        "a reader sees a capture whole or not at all while a writer is at work",
+        "Copy and write became asynchronous behind a lock file: a reader found missing and short "
+        "files, and for a while pickle under a safetensors name.",
+        ("vllm#37374",),
+        "2026.11.0",
+    ),
+    Clause(
+        "STORE-003",
+        "MUST",
+        "a writer killed at any point leaves every capture whole or absent, and loses none",
+        "Writes that are not atomic leave half a file under its final name, and a lock that ends "
+        "with its holder lets readers at it.",
+        ("vllm#37374", "NVIDIA/Model-Optimizer#2080"),
+        "2026.11.0",
+    ),
+    Clause(
+        "STORE-004",
+        "MUST",
+        "data damaged on disk is refused or absent, never returned",
+        "A changed byte of a state is a number like any other, and one of an index gives a capture "
+        "another's name: without digests neither can be seen.",
+        ("vllm#37374", "NVIDIA/Model-Optimizer#2080"),
+        "2026.11.0",
+    ),
+    Clause(
+        "STORE-005",
+        "MUST",
+        "after a stop, exactly what is missing is written",
+        "A filter that remembered its first answer rewrote 62,000 files in two hours; a store that "
+        "keeps everything back until the end loses it all.",
+        ("NVIDIA/Model-Optimizer#2080",),
+        "2026.11.0",
+    ),
+    Clause(
+        "STORE-006",
+        "MUST",
+        "a finished file that is damaged is written again on the next run, and no other",
+        "Where existence is the only test for done, a file that an interruption cut short stays "
+        "short for ever.",
+        ("NVIDIA/Model-Optimizer#2080",),
+        "2026.11.0",
+    ),
+    Clause(
+        "STORE-007",
+        "MUST",
+        "a write that fails raises, names the cause, and leaves what was there before valid",
+        "A failed write was logged and its lock released: the reader woke to nothing. Disks fill "
+        "up part-way through: 68,000 conversations take 740 GB for one state a token.",
+        ("vllm#37374", "NVIDIA/Model-Optimizer#2080", "SafeAILab/EAGLE#30"),
+        "2026.11.0",
+    ),
+    Clause(
+        "STORE-008",
+        "MUST",
+        "a capture of other tokens under a stored key is written or refused, not taken for done",
+        "Where a key's existence is the only test for done, samples that were answered anew keep "
+        "the states of the text before.",
+        ("NVIDIA/Model-Optimizer#2080",),
+        "2026.11.0",
+    ),
+    Clause(
+        "STORE-009",
+        "SHOULD",
+        "two writers in one folder both keep what they say they wrote, or one is refused",
+        "Extraction is run in parallel over one folder; an index that each writer rewrites from "
+        "its own memory keeps the last one's captures only.",
+        ("vllm#37374",),
+        "2026.11.0",
+    ),
+    Clause(
+        "STORE-010",
+        "SHOULD",
+        "an interrupted write leaves no data behind once the next one is done",
+        "Staged files that nobody removes filled a RAM disk part-way through 194,000 "
+        "conversations.",
+        ("NVIDIA/Model-Optimizer#2080",),
+        "2026.11.0",
+    ),
 )
 
 CLAUSES: dict[str, Clause] = {clause.id: clause for clause in _CLAUSES}
 """All clauses by id."""
 
 _CHANNEL = tuple(f"REPLY-{number:03}" for number in range(2, 11))
-_CAPTURE = tuple(clause_id for clause_id in CLAUSES if clause_id not in _CHANNEL)
+_STORE = tuple(clause_id for clause_id in CLAUSES if clause_id.startswith("STORE-"))
+_CAPTURE = tuple(id_ for id_ in CLAUSES if id_ not in _CHANNEL and id_ not in _STORE)
 _OF_OTHER_ENGINES = (
     *("ROWS-004", "ROWS-007", "ROWS-008", "ROWS-010"),
     *("LAYERS-005", "LAYERS-006", "LAYERS-007", "LAYERS-008"),
@@ -358,9 +449,11 @@ PROFILES: dict[str, tuple[str, ...]] = {
     "core": tuple(clause_id for clause_id in _CAPTURE if clause_id not in _OF_OTHER_ENGINES),
     "full": _CAPTURE,
     "reply": _CHANNEL,
+    "store": _STORE,
 }
 """Clause ids that each profile requires to have run and passed. ``core`` and ``full`` judge a
-capture adapter, with one engine and with several; ``reply`` judges a reply channel."""
+capture adapter, with one engine and with several; ``reply`` judges a reply channel, ``store`` a
+store of captures."""
 
 
 def clauses_of(profile: str) -> tuple[str, ...]:

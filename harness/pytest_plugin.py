@@ -233,6 +233,18 @@ class SuiteRun:
         self.environment = asdict(seen.environment)
         return seen
 
+    def observe_store(self) -> Any:
+        """Drive the store of captures."""
+        from truetap.harness import registry
+        from truetap.harness.store_script import observe_store
+
+        name = self._config.getoption("store")
+        if not name:
+            raise UsageError("name the store under test", remedy="--store shards")
+        seen = observe_store(registry.find_store(name), self._scratch, _say)
+        self.environment = asdict(seen.environment)
+        return seen
+
     def close(self) -> None:
         """Close the engine."""
         if self._session is not None:

@@ -1,21 +1,26 @@
-"""Looks adapters and reply channels up by name.
+"""Looks adapters, reply channels and stores of captures up by name.
 
-They come from the entry-point groups ``truetap.adapters`` and ``truetap.channels``, ours and third
-parties' alike. The name ``FAULT@NAME`` gives NAME with a fault of ``adapters.mutants`` or
-``channels.mutants``; ``subprocess:PATH`` is the capture adapter that runs an executable.
+They come from the entry-point groups ``truetap.adapters``, ``truetap.channels`` and
+``truetap.stores``, ours and third parties' alike. The name ``FAULT@NAME`` gives NAME with a fault
+of its kind's ``mutants``; ``subprocess:PATH`` is the capture adapter that runs an executable.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
 from truetap.harness.adapter import Adapter
+from truetap.harness.capture_store import CaptureStore
 from truetap.harness.channel import Channel
 from truetap.harness.errors import UsageError
 
 ADAPTERS = "truetap.adapters"
 CHANNELS = "truetap.channels"
+STORES = "truetap.stores"
+_WHAT = {ADAPTERS: "capture adapter", CHANNELS: "reply channel", STORES: "store of captures"}
+_MUTANTS = {ADAPTERS: "MutantAdapter", CHANNELS: "MutantChannel", STORES: "MutantStore"}
 
 
 def names(group: str = ADAPTERS) -> list[str]:
@@ -25,35 +30,35 @@ def names(group: str = ADAPTERS) -> list[str]:
 
 def find(name: str) -> Adapter:
     """Return a new adapter by name, or raise ``UsageError`` listing what there is."""
-    if name.startswith("subprocess:"):
-        from truetap.harness.adapters import subprocess_adapter
-
-        return subprocess_adapter.SubprocessAdapter(name.removeprefix(subprocess_adapter.PREFIX))
-    fault, at, inner = name.partition("@")  # at the first: a path may hold another
-    if at:
-        from truetap.harness.adapters import mutants
-
-        return mutants.MutantAdapter(fault, find(inner))
-    adapter: Adapter = _load(ADAPTERS, name, "capture adapter")
+    adapter: Adapter = _find(ADAPTERS, name)
     return adapter
 
 
 def find_channel(name: str) -> Channel:
     """Return a new reply channel by name, or raise ``UsageError`` listing what there is."""
-    fault, _, inner = name.rpartition("@")
-    if fault:
-        from truetap.harness.channels import mutants
-
-        return mutants.MutantChannel(fault, find_channel(inner))
-    channel: Channel = _load(CHANNELS, name, "reply channel")
+    channel: Channel = _find(CHANNELS, name)
     return channel
 
 
-def _load(group: str, name: str, what: str) -> Any:
+def find_store(name: str) -> CaptureStore:
+    """Return a new store by name, or raise ``UsageError`` listing what there is."""
+    store: CaptureStore = _find(STORES, name)
+    return store
+
+
+def _find(group: str, name: str) -> Any:
+    if group == ADAPTERS and name.startswith("subprocess:"):
+        from truetap.harness.adapters import subprocess_adapter
+
+        return subprocess_adapter.SubprocessAdapter(name.removeprefix(subprocess_adapter.PREFIX))
+    fault, at, inner = name.partition("@")  # at the first: a path may hold another
+    if at:
+        mutants = import_module(f"truetap.harness.{group.removeprefix('truetap.')}.mutants")
+        return getattr(mutants, _MUTANTS[group])(fault, _find(group, inner))
     for point in entry_points(group=group):
         if point.name == name:
             return point.load()()
     raise UsageError(
-        f"there is no {what} named {name!r}",
+        f"there is no {_WHAT[group]} named {name!r}",
         remedy=f"installed: {', '.join(names(group)) or 'none'}",
     )

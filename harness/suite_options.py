@@ -31,11 +31,13 @@ def add(parser: pytest.Parser) -> None:
     group = parser.getgroup("truetap", "truetap conformance suite")
     group.addoption("--adapter", help="capture adapter to put through the suite")
     group.addoption("--channel", help="reply channel to put through the suite instead")
+    group.addoption("--store", help="store of captures to put through the suite instead")
     group.addoption("--model", help="verifier directory (default: a small random Llama)")
     group.addoption("--boundaries", help="comma-separated boundaries (default: EAGLE-3's)")
     group.addoption("--spec", help="JSON file with engine settings; see EngineSpec")
     group.addoption(
-        "--profile", help="clauses to run and require (default: core; with --channel: reply)"
+        "--profile",
+        help="clauses to run and require (default: core, --channel: reply, --store: store)",
     )
     group.addoption(
         "--clause",
@@ -71,15 +73,24 @@ def add(parser: pytest.Parser) -> None:
     )
 
 
+_PROFILE_OF = {"adapter": "core", "channel": "reply", "store": "store"}
+"""What each option's subject is judged by."""
+
+
+def _subjects(config: pytest.Config) -> dict[str, str]:
+    """Return what the command line names to be put through the suite, by option."""
+    named = {option: config.getoption(option, None) for option in _PROFILE_OF}
+    return {option: name for option, name in named.items() if name}
+
+
 def subject(config: pytest.Config) -> str:
-    """Return the name of the adapter or channel under test; "" in a run of other tests."""
-    name: str = config.getoption("adapter", None) or config.getoption("channel", None) or ""
-    return name
+    """Return the name of what is under test; "" in a run of other tests."""
+    return next(iter(_subjects(config).values()), "")
 
 
 def profile(config: pytest.Config) -> str:
     """Return the name of the profile, whose clauses are required."""
-    default = "reply" if config.getoption("channel", None) else "core"
+    default = next((_PROFILE_OF[option] for option in _subjects(config)), "core")
     return config.getoption("profile", None) or default
 
 
@@ -98,10 +109,9 @@ def chosen(config: pytest.Config) -> tuple[str, ...]:
 
 def check(config: pytest.Config) -> None:
     """Raise ``UsageError`` for options that contradict each other or mean nothing."""
-    if config.getoption("adapter", None) and config.getoption("channel", None):
-        raise UsageError(
-            "--adapter and --channel name different subjects", remedy="give one of them"
-        )
+    if len(named := _subjects(config)) > 1:
+        options = " and ".join(f"--{option}" for option in named)
+        raise UsageError(f"{options} name different subjects", remedy="give one of them")
     if not config.getoption("deadline", DEADLINE_S) > 0:
         raise UsageError("a deadline is a number of seconds above 0", remedy="see --deadline")
     out = config.getoption("report", None)
@@ -117,7 +127,16 @@ def reproduce(config: pytest.Config, clause_id: str) -> str:
     if not subject(config):
         return ""
     command = ["pytest", "--pyargs", "truetap.conformance"]
-    for name in ("adapter", "channel", "model", "boundaries", "spec", "profile", "expectations"):
+    for name in (
+        "adapter",
+        "channel",
+        "store",
+        "model",
+        "boundaries",
+        "spec",
+        "profile",
+        "expectations",
+    ):
         if value := config.getoption(name, None):
             command += [f"--{name}", value]
     if (draws := config.getoption("draws", "ci")) != "ci":
@@ -139,7 +158,7 @@ def header(config: pytest.Config) -> Iterator[str]:
     """Yield what the head of a run says about it, without importing an engine."""
     if not subject(config):
         return
-    kind = "channel" if config.getoption("channel", None) else "adapter"
+    kind = next(iter(_subjects(config)))
     told = [f"{kind} {subject(config)}", f"profile {profile(config)}"]
     told += [f"clause {clause_id}" for clause_id in config.getoption("clause", None) or []]
     told += [f"{k} {v}" for k in ("spec", "model") if (v := config.getoption(k, None))]
@@ -193,7 +212,7 @@ def suite_digest() -> str:
     """Return the SHA-256 of the code that judges: the suite's tests and the harness they use."""
     harness = Path(__file__).parent
     files = [*harness.glob("*.py")]
-    for folder in ("adapters", "channels"):
+    for folder in ("adapters", "channels", "stores"):
         files += (harness / folder).rglob("*.py")
     if suite := suite_folder():
         files += suite.glob("*.py")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from truetap.harness import contract
 def clauses(profile: str | None, mutants: bool, as_json: bool) -> None:
     """List what the suite requires, and why.
 
-    A clause is worth what it catches: every MUST has deliberately wrong capture paths or channels,
-    and a test puts each of them through the suite.
+    A clause is worth what it catches: every MUST has deliberately wrong capture paths, channels or
+    stores, and a test puts each of them through the suite.
     """
     wanted = contract.PROFILES[profile] if profile else tuple(contract.CLAUSES)
     faults = _faults() if mutants else {}
@@ -43,17 +44,19 @@ def clauses(profile: str | None, mutants: bool, as_json: bool) -> None:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def adapters(as_json: bool) -> None:
-    """List the capture adapters and reply channels that are installed here.
+    """List the capture adapters, reply channels and stores that are installed here.
 
     \b
     pytest --pyargs truetap.conformance --adapter NAME    captures, profile core
     pytest --pyargs truetap.conformance --channel NAME    replies, profile reply
+    pytest --pyargs truetap.conformance --store NAME      captures on disk, profile store
     """  # noqa: D301
     from truetap.harness import registry
 
     found = {
         "adapters": registry.names(registry.ADAPTERS),
         "channels": registry.names(registry.CHANNELS),
+        "stores": registry.names(registry.STORES),
     }
     if as_json:
         click.echo(json.dumps(found, indent=1))
@@ -98,9 +101,15 @@ def _faults() -> dict[str, dict[str, str]]:
     """Return what each clause must catch: the mutants' names and what they do."""
     from truetap.harness.adapters import mutants as of_adapters
     from truetap.harness.channels import mutants as of_channels
+    from truetap.harness.stores import mutants as of_stores
 
     found: dict[str, dict[str, str]] = {}
-    for table in (of_adapters.FAULTS, of_channels.FAULTS):
+    tables: tuple[Mapping[str, Any], ...] = (
+        of_adapters.FAULTS,
+        of_channels.FAULTS,
+        of_stores.FAULTS,
+    )
+    for table in tables:
         for name, fault in table.items():
             if fault.caught_by:
                 found.setdefault(fault.caught_by, {})[name] = fault.says

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -48,6 +48,8 @@ def extract(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Con
     store = Store(folder.shards)
     store.folder.mkdir(parents=True, exist_ok=True)
     jobs = _jobs(conversations, config.extract.requests_per_shard)
+    for repaired in store.repair():
+        console.print(repaired, style="yellow", highlight=False)
     todo = _unfinished(store, jobs, console)
     done = len(conversations) - sum(len(job.conversations) for job in todo)
     if not todo:
@@ -189,25 +191,17 @@ def _unfinished(store: Store, jobs: Sequence[_Job], console: Console) -> list[_J
     """Return the shards that are missing, corrupt, or hold other conversations."""
     entries, todo = store.entries(), []
     for job in jobs:
-        entry = entries.get(job.name)
-        if entry is None or entry.get("ids") != [c.id for c in job.conversations]:
-            todo.append(job)
-            continue
+        token_ids = (token for c in job.conversations for token in c.token_ids)
+        loss_mask = (flag for c in job.conversations for flag in c.loss_mask)
+        ids = [c.id for c in job.conversations]
         try:
-            held = store.verified(entry)
+            done = store.holds(entries.get(job.name), ids, token_ids, loss_mask)
         except IntegrityError as bad:
             console.print(f"{bad}; it will be redone", style="yellow", highlight=False)
-            todo.append(job)
-            continue
-        wanted = [pair for c in job.conversations for pair in _pairs(c)]
-        pairs = zip(held["token_ids"].tolist(), held["loss_mask"].tolist(), strict=True)
-        if list(pairs) != wanted:  # answered anew under the same ids
+            done = False
+        if not done:
             todo.append(job)
     return todo
-
-
-def _pairs(conversation: Conversation) -> Iterator[tuple[int, int]]:
-    return zip(conversation.token_ids, conversation.loss_mask, strict=True)
 
 
 def _require_space(store: Store, todo: Sequence[_Job], spec: EngineSpec) -> None:

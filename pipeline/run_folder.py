@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from truetap.harness.environment import differences
 from truetap.harness.errors import CouldNotRun, IntegrityError, UsageError
@@ -136,34 +136,57 @@ def write_json(path: Path, value: Any) -> None:
     scratch.rename(path)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSON-lines file; a last line torn by an interruption is cut off the file."""
+def whole_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file that end in a newline; none if there is no file.
+
+    A last line without one is being written, or its writer was interrupted: then the next
+    ``append_line`` cuts it off. Reading changes nothing.
+    """
     if not path.exists():
         return []
     data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if len(whole) < len(data):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
+    return data[: data.rfind(b"\n") + 1].splitlines()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the whole lines of a JSON-lines file."""
     rows = []
-    for number, line in enumerate(whole.splitlines(), start=1):
+    for number, line in enumerate(whole_lines(path), start=1):
         try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise TypeError("not an object")
-        except (ValueError, TypeError) as error:
+            rows.append(json_object(line))
+        except ValueError as error:
             raise IntegrityError(
                 f"line {number} of {path} is not valid: {error}",
                 remedy="delete the line, or the file, and run the stage again",
             ) from error
-        rows.append(row)
     return rows
 
 
+def json_object(line: bytes) -> dict[str, Any]:
+    """Return the object in one line; ``ValueError`` for anything else."""
+    row = json.loads(line)
+    if not isinstance(row, dict):
+        raise ValueError("not an object")  # noqa: TRY004
+    return row
+
+
 def append_line(path: Path, row: Mapping[str, Any]) -> None:
-    """Append one JSON line, durably."""
+    """Append one JSON line, durably; first cut off a line torn by an interruption.
+
+    One process at a time: see ``RunFolder.lock``.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
+    with path.open("a+b") as file:
+        _cut_torn_line(file)
+        file.write(json.dumps(row).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+
+
+def _cut_torn_line(file: BinaryIO) -> None:
+    end = file.seek(0, os.SEEK_END)
+    if end:
+        file.seek(end - 1)
+        if file.read(1) != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)

@@ -2,12 +2,16 @@
 
 A shard counts as finished only if the manifest has its line *and* its tensors have the digests of
 that line. Everything needed to trust a shard stands in its line: verifier, boundaries, norm state,
-dtype, engine and the certificate under which it was made.
+dtype, engine and the certificate under which it was made. The line has a digest of its own, because
+a changed byte in it can give a conversation another's states. Any number of processes may read;
+one may write (``RunFolder.lock``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,11 +52,34 @@ class Store:
 
     def entries(self) -> dict[str, dict[str, Any]]:
         """Return the manifest's lines by shard name; of two for one shard the later counts."""
-        lines = run_folder.read_lines(self.manifest)
-        try:
-            return {line["shard"]: line for line in lines}
-        except KeyError as missing:
-            raise IntegrityError(f"{self.manifest} has a line without {missing}") from None
+        found = {}
+        for number, line in enumerate(run_folder.whole_lines(self.manifest), start=1):
+            entry = _entry(line)
+            if entry is None:
+                raise IntegrityError(
+                    f"line {number} of {self.manifest} is not as it was written", remedy=REDO
+                )
+            found[entry["shard"]] = entry
+        return found
+
+    def repair(self) -> list[str]:
+        """Remove what an interruption or damage left; return what was done, in words.
+
+        For the one process that writes. Shards whose lines are dropped count as missing.
+        """
+        done = []
+        lines = run_folder.whole_lines(self.manifest)
+        sound = [line for line in lines if _entry(line) is not None]
+        if len(sound) < len(lines):
+            scratch = self.manifest.with_name(self.manifest.name + ".partial")
+            scratch.write_bytes(b"".join(line + b"\n" for line in sound))
+            scratch.rename(self.manifest)
+            done.append(f"{len(lines) - len(sound)} damaged lines of {self.manifest} were dropped")
+        for pattern in ("*.partial", ".tmp*"):  # safetensors writes to a .tmp of its own
+            for path in self.folder.glob(pattern):
+                path.unlink()
+                done.append(f"{path}, left by an interrupted write, was removed")
+        return done
 
     def path(self, name: str) -> Path:
         """Return where a shard lies."""
@@ -61,9 +88,33 @@ class Store:
     def record(self, entry: dict[str, Any]) -> None:
         """Publish a shard's partial file and add its line to the manifest, in that order."""
         shard.publish(self.path(entry["shard"]))
-        run_folder.append_line(self.manifest, entry)
+        self.append(entry)
 
-    def verified(self, entry: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def append(self, entry: Mapping[str, Any]) -> None:
+        """Add a line to the manifest, with its digest."""
+        run_folder.append_line(self.manifest, {**entry, "sha256": _digest(entry)})
+
+    def holds(
+        self,
+        entry: Mapping[str, Any] | None,
+        ids: Sequence[str],
+        token_ids: Iterable[int],
+        loss_mask: Iterable[int],
+    ) -> bool:
+        """Return whether a shard is there and holds exactly these conversations, concatenated.
+
+        The tokens are compared too: a conversation may have been answered anew under its id.
+        ``IntegrityError`` if it is damaged.
+        """
+        if entry is None or entry.get("ids") != list(ids):
+            return False
+        held = self.verified(entry)
+        wanted = list(zip(token_ids, loss_mask, strict=True))
+        return wanted == list(
+            zip(held["token_ids"].tolist(), held["loss_mask"].tolist(), strict=True)
+        )
+
+    def verified(self, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return a shard's tensors; ``IntegrityError`` if they are not what was recorded."""
         path = self.path(entry["shard"])
         try:
@@ -100,3 +151,16 @@ class Store:
                 remedy=REDO,
             )
         return [found[sample_id] for sample_id in ids]
+
+
+def _digest(entry: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """Return a manifest line's content, or None if it is not what was written."""
+    try:
+        entry = run_folder.json_object(line)
+    except ValueError:
+        return None
+    return entry if entry.pop("sha256", None) == _digest(entry) and "shard" in entry else None

@@ -219,7 +219,8 @@ def test_conformance_suite_collects_from_the_wheel(elsewhere: Elsewhere) -> None
         "--collect-only",
         "-q",
     )
-    for subject, profile in ((), "core"), (("--channel", "collect"), "reply"):
+    subjects = {"core": (), "reply": ("--channel", "collect"), "store": ("--store", "plain")}
+    for profile, subject in subjects.items():
         output = elsewhere.run(elsewhere.python, "-m", "pytest", *arguments, *subject)
         collected = re.search(r"^(\d+)/\d+ tests collected", output, flags=re.MULTILINE)
         assert collected, output

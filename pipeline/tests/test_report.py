@@ -22,6 +22,7 @@ from truetap.harness.report import Outcome, Report
 from truetap.pipeline import report
 from truetap.pipeline.run_folder import RunFolder
 from truetap.pipeline.run_records import RunSummary
+from truetap.pipeline.store import Store
 
 HOSTILE = "<script>alert('question')</script> & \"quotes\" [bold]not markup[/bold]"
 ENVIRONMENT = {
@@ -148,7 +149,8 @@ def complete(tmp_path: Path) -> Path:
     certificate.write(statement, RunFolder(root).certificate)
     write(root / "conversations.jsonl", [conversation(n) for n in range(20)])
     write(root / "heldout.jsonl", [{"id": str(n), "question": "?"} for n in range(4)])
-    write(root / "shards/manifest.jsonl", [shard(0, rows=1), shard(0), shard(1)])
+    for line in (shard(0, rows=1), shard(0), shard(1)):
+        Store(root / "shards").append(line)
     write(root / "train/metrics.jsonl", metrics())
     write(root / "evaluate/results.json", evaluation())
     return root

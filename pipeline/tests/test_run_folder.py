@@ -87,12 +87,14 @@ def test_lines_of_a_missing_file_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("torn", [b'{"id": "c"', b'{"id": "c"}', b"\xff"])
-def test_a_torn_last_line_is_cut_off_and_appending_continues(tmp_path: Path, torn: bytes) -> None:
+def test_a_torn_last_line_is_not_read_and_the_next_writer_cuts_it_off(
+    tmp_path: Path, torn: bytes
+) -> None:
     path = tmp_path / "lines.jsonl"
     whole = b'{"id": "a"}\n{"id": "b"}\n'
     path.write_bytes(whole + torn)
     assert [row["id"] for row in run_folder.read_lines(path)] == ["a", "b"]
-    assert path.read_bytes() == whole
+    assert path.read_bytes() == whole + torn, "a reader must not touch what is being written"
     run_folder.append_line(path, {"id": "c"})
     assert [row["id"] for row in run_folder.read_lines(path)] == ["a", "b", "c"]
 

@@ -10,7 +10,7 @@ import pytest
 from truetap.harness import shard
 from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError
 from truetap.harness.model import CaptureRequest, EngineSpec
-from truetap.pipeline import extract, run_folder
+from truetap.pipeline import extract
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.store import REDO, Store
 
@@ -163,9 +163,54 @@ def test_a_line_without_digests_proves_nothing(store: Store) -> None:
 
 
 def test_a_line_without_a_shard_is_an_integrity_failure(store: Store) -> None:
-    run_folder.append_line(store.manifest, {"ids": []})
-    with pytest.raises(IntegrityError, match=r"manifest\.jsonl has a line without 'shard'"):
+    store.append({"ids": []})
+    with pytest.raises(IntegrityError, match=r"line 4 of .*manifest\.jsonl is not as it was"):
         store.entries()
+
+
+CHANGES = [
+    (b'"ids": ["c", "d"]', b'"ids": ["c", "e"]'),
+    (b'"ids": ["c", "d"]', b'"ids": ["d", "c"]'),
+    (b'"shard": "shard-00001', b'"shard": "shard-00002'),
+    (b'"sha256": ', b'"sha255": '),
+    (b"}\n{", b"}_{"),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), CHANGES)
+def test_a_changed_manifest_line_is_seen_and_its_shards_are_redone(
+    store: Store, console: Console, old: bytes, new: bytes
+) -> None:
+    data = store.manifest.read_bytes()
+    assert old in data
+    place = data.index(old, data.index(b'"shard-00001') - 10)
+    store.manifest.write_bytes(data[:place] + new + data[place + len(old) :])
+    with pytest.raises(IntegrityError, match=r"line 2 of .*manifest\.jsonl is not as it was"):
+        store.samples(["a"])
+    assert len(store.repair()) == 1
+    gone = {"shard-00001.safetensors"} | ({"shard-00002.safetensors"} if b"}_{" in new else set())
+    assert set(unfinished(store, console)) == gone
+
+
+def test_repair_removes_what_interrupted_writes_left_and_nothing_else(store: Store) -> None:
+    before = sorted(path.name for path in store.folder.iterdir())
+    assert store.repair() == []
+    (store.folder / "shard-00003.safetensors.partial").write_bytes(b"half")
+    (store.folder / ".tmpA1b2C3").write_bytes(b"half")
+    assert [said.rpartition(",")[0].rpartition("/")[2] for said in store.repair()] == [
+        "shard-00003.safetensors.partial, left by an interrupted write",
+        ".tmpA1b2C3, left by an interrupted write",
+    ]
+    assert sorted(path.name for path in store.folder.iterdir()) == before
+    assert len(store.samples(list("abcde"))) == 5
+
+
+def test_a_reader_leaves_a_line_that_is_being_written_alone(store: Store) -> None:
+    with store.manifest.open("ab") as file:
+        file.write(b'{"shard": "shard-00003')
+    data = store.manifest.read_bytes()
+    assert len(store.entries()) == 3
+    assert store.manifest.read_bytes() == data
 
 
 def test_of_two_lines_for_a_shard_the_later_counts(store: Store) -> None:
@@ -207,17 +252,23 @@ def test_without_shards_all_are_to_be_made(tmp_path: Path, console: Console) -> 
     assert unfinished(Store(tmp_path), console) == [f"shard-0000{n}.safetensors" for n in range(3)]
 
 
+def split_line(store: Store, name: str) -> bytes:
+    """Take a shard's line out of the manifest and return it."""
+    lines = store.manifest.read_bytes().splitlines(keepends=True)
+    (mine,) = (line for line in lines if name.encode() in line)
+    store.manifest.write_bytes(b"".join(line for line in lines if line != mine))
+    return mine
+
+
 def lose_line(store: Store, name: str) -> None:
-    lines = [json.dumps(e) for e in store.entries().values() if e["shard"] != name]
-    store.manifest.write_text("".join(line + "\n" for line in lines))
+    split_line(store, name)
 
 
 def tear_line(store: Store, name: str) -> None:
     """An interruption while the shard's line was written."""
-    entry = store.entries()[name]
-    lose_line(store, name)
-    with store.manifest.open("a") as file:
-        file.write(json.dumps(entry)[:-5])
+    mine = split_line(store, name)
+    with store.manifest.open("ab") as file:
+        file.write(mine[:-5])
 
 
 def exchange_conversations(store: Store, name: str) -> None:

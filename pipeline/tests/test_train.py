@@ -559,8 +559,8 @@ def test_shards_that_must_not_be_trained_on_are_refused(
     tmp_path: Path, tiny_verifier: Path, changed: dict[str, Any], said: str
 ) -> None:
     store = Store(tmp_path)
-    run_folder.append_line(store.manifest, entry_of("shard-0"))
-    run_folder.append_line(store.manifest, entry_of("shard-1") | changed)
+    store.append(entry_of("shard-0"))
+    store.append(entry_of("shard-1") | changed)
     with pytest.raises(CheckFailed, match=said):
         train._provenance(store, spec_of(tiny_verifier))
 
@@ -570,7 +570,7 @@ def test_a_shard_without_any_certificate_entry_is_refused(
 ) -> None:
     entry = entry_of("shard-0")
     del entry["certificate"]
-    run_folder.append_line(tmp_path / "manifest.jsonl", entry)
+    Store(tmp_path).append(entry)
     with pytest.raises(CheckFailed, match="shard-0 was made without a certificate"):
         train._provenance(Store(tmp_path), spec_of(tiny_verifier))
 
@@ -580,7 +580,7 @@ def test_provenance_names_every_shard_and_certificate(tmp_path: Path, tiny_verif
     with pytest.raises(UsageError, match="there are no shards"):
         train._provenance(store, spec_of(tiny_verifier))
     for name, certificate in (("shard-0", "bb"), ("shard-1", "aa"), ("shard-2", "bb")):
-        run_folder.append_line(store.manifest, entry_of(name) | {"certificate": certificate})
+        store.append(entry_of(name) | {"certificate": certificate})
     made_from = train._provenance(store, spec_of(tiny_verifier))
     assert made_from["certificates"] == ["aa", "bb"]
     assert made_from["shards"] == {f"shard-{n}": f"digest of shard-{n}" for n in range(3)}

@@ -1,0 +1,1 @@
+"""Stores of captures, put through the STORE clauses."""
