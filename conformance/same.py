@@ -49,11 +49,21 @@ def whole(batch: CaptureBatch, tokens: Mapping[str, int], where: str) -> dict[st
     return found
 
 
+def first_call(observation: Observation) -> dict[str, Capture]:
+    """Return the captures of the base session's first call, by key; all must be there, whole."""
+    tokens = {request.key: len(request.token_ids) for request in observation.requests}
+    return whole(observation.batch, tokens, "in the first call")
+
+
 def same_rows(one: Capture, other: Capture, reference: ReferenceStates, what: str) -> float:
     """Require that two captures of a prompt, or of how it begins, agree in every row.
 
     ``other`` may be longer. Returns the worst row's distance in units of its noise floor.
     """
+    slots = one.states.shape[1]
+    assert slots == len(one.boundaries), (
+        f"{what}: request {one.key!r} has {slots} of {len(one.boundaries)} slots"
+    )
     assert one.states.shape[1:] == other.states.shape[1:], (
         f"{what}: rows of shape {one.states.shape[1:]} and {other.states.shape[1:]}"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from truetap.conformance.same import by_value, captured, same_rows, scene, whole
+from truetap.conformance.same import by_value, captured, first_call, same_rows, scene, whole
 from truetap.harness.observation import Observation, Refusal
 from truetap.harness.pytest_plugin import Saw
 
@@ -48,7 +48,7 @@ def test_compiled_equals_eager(staged: Observation, saw: Saw) -> None:
     how = "eager" if other.spec.enforce_eager else "compiled"
     found = whole(captured(other.together, refusable=True), tokens, how)
     measured = by_value(found.values(), other.references, staged.hidden_size)
-    base = {capture.key: capture for capture in staged.batch.captures}
+    base = first_call(staged)
     worst = max(
         same_rows(capture, base[key], staged.references[key], "compiled and eager")
         for key, capture in found.items()

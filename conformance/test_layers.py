@@ -40,6 +40,8 @@ def test_requested_boundary_by_value(observation: Observation, saw: Saw) -> None
             assert capture.boundaries == wanted, f"slots are declared as {capture.boundaries}"
             width = capture.states.shape[-1]
             assert width == observation.hidden_size, f"states of width {width} hold no boundary"
+            slots = capture.states.shape[1]
+            assert slots == len(wanted), f"{slots} of {len(wanted)} boundaries came back"
             rows = min(len(capture.states), len(capture.token_ids))
             if len(capture.states) != len(capture.token_ids):
                 continue  # ROWS-001 speaks about these; their rows have no counterpart
@@ -58,6 +60,7 @@ def test_last_boundary_gives_the_engines_logprobs(observation: Observation, saw:
     differences, floors = [], []
     for key, said in observation.logprobs.items():
         assert said is not None, "the engine gives no prompt log-probabilities"
+        assert key in captured, f"request {key!r} did not come back"
         capture, reference = captured[key], observation.references[key]
         assert not capture.last_boundary_normed, "the last slot is declared as already normed"
         last = capture.states[:, -1]
@@ -90,6 +93,10 @@ def test_finite_nonzero_distinct(observation: Observation, saw: Saw) -> None:
             f"request {capture.key!r}: {len(bad)} rows are not finite, the first at token "
             f"{bad[0][0]}, boundary {capture.boundaries[bad[0][1]]}"
         )
+        slots = states.shape[1]
+        assert slots == len(capture.boundaries), (
+            f"request {capture.key!r} has {slots} of {len(capture.boundaries)} slots"
+        )
         for slot, boundary in enumerate(capture.boundaries):
             assert states[:, slot].any(), (
                 f"request {capture.key!r}: boundary {boundary} is all zero"
@@ -100,6 +107,7 @@ def test_finite_nonzero_distinct(observation: Observation, saw: Saw) -> None:
                 f"{capture.boundaries[j]} are equal"
             )
         values += states.size
+    assert values, "nothing came back"
     saw(f"{values} values")
 
 
@@ -112,6 +120,7 @@ def test_width_and_dtype(observation: Observation, saw: Saw) -> None:
     own values and may be coarse.
     """
     slots = len(observation.spec.boundaries)
+    assert observation.batch.captures, "nothing came back"
     for capture in observation.batch.captures:
         assert capture.states.ndim == 3, f"states have {capture.states.ndim} dimensions, not 3"
         assert capture.states.shape[1:] == (slots, observation.hidden_size), (

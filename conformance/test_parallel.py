@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from truetap.conformance.same import by_value, captured, same_rows, scene, whole
+from truetap.conformance.same import by_value, captured, first_call, same_rows, scene, whole
 from truetap.harness.observation import Observation
 from truetap.harness.pytest_plugin import Saw
 
@@ -17,7 +17,7 @@ def test_other_tensor_parallel_size(staged: Observation, saw: Saw) -> None:
     ranks = f"{staged.spec.tensor_parallel_size} and {other.spec.tensor_parallel_size} ranks"
     found = whole(captured(other.together, refusable=True), tokens, ranks)
     measured = by_value(found.values(), other.references, staged.hidden_size)
-    base = {capture.key: capture for capture in staged.batch.captures}
+    base = first_call(staged)
     worst = max(
         same_rows(capture, base[key], staged.references[key], f"on {ranks}")
         for key, capture in found.items()

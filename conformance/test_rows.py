@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, note
 
 from truetap.conformance import strategies
-from truetap.conformance.same import by_value, captured, same_rows, scene, whole
+from truetap.conformance.same import by_value, captured, first_call, same_rows, scene, whole
 from truetap.harness.model import Capture, CaptureRequest
 from truetap.harness.observation import Observation, Refusal
 from truetap.harness.pytest_plugin import Saw
@@ -33,6 +33,7 @@ def test_rows_equal_tokens(observation: Observation, saw: Saw) -> None:
 @pytest.mark.clause("ROWS-002")
 def test_token_ids_echoed_in_order(observation: Observation, saw: Saw) -> None:
     """Result i carries the key and the token ids of request i."""
+    assert observation.batch.captures, "nothing came back"
     for index, (request, capture) in enumerate(
         zip(observation.requests, observation.batch.captures, strict=False)
     ):
@@ -54,6 +55,8 @@ def test_batched_equals_single(observation: Observation, saw: Saw) -> None:
     batched = {capture.key: capture for capture in observation.batch.captures}
     worst = 0.0
     for key, batch in observation.singles.items():
+        came = len(batch.captures)
+        assert came == 1, f"request {key!r} came back {came} times when alone"
         (single,) = batch.captures
         assert key in batched, f"request {key!r} is not in the batch"
         together = batched[key]
@@ -78,7 +81,7 @@ def test_chunked_equals_at_once(staged: Observation, saw: Saw) -> None:
     chunked = scene(staged, "chunked")
     tokens = {request.key: len(request.token_ids) for request in chunked.requests}
     budget = chunked.spec.max_num_batched_tokens
-    at_once = {capture.key: capture for capture in staged.batch.captures}
+    at_once = first_call(staged)
     found = whole(captured(chunked.together, refusable=True), tokens, "in one batch")
     captures = [("in one batch", capture) for capture in found.values()]
     for key, answer in chunked.alone.items():
@@ -97,7 +100,7 @@ def test_cached_prefix_equals_cold(observation: Observation, saw: Saw) -> None:
     """Prompts that are all in the cache, and one that shares a beginning, in one call."""
     tokens = {request.key: len(request.token_ids) for request in observation.warm_requests}
     found = whole(observation.warm, tokens, "with a warm prefix cache")
-    cold = {capture.key: capture for capture in observation.batch.captures}
+    cold = first_call(observation)
     worst = 0.0
     for key, capture in found.items():
         if key in cold:
@@ -111,11 +114,10 @@ def test_cached_prefix_equals_cold(observation: Observation, saw: Saw) -> None:
 def test_again_in_any_order(observation: Observation, saw: Saw) -> None:
     """The same requests once more on the same session, shuffled."""
     tokens = {request.key: len(request.token_ids) for request in observation.requests}
-    first = {capture.key: capture for capture in observation.batch.captures}
+    first = first_call(observation)
     again = whole(observation.reordered, tokens, "in a second call, in another order")
     worst = 0.0
     for key, capture in again.items():
-        assert key in first, f"request {key!r} did not come back in the first call"
         reference = observation.references[key]
         what = "in the first call and in the second, in another order"
         worst = max(worst, same_rows(capture, first[key], reference, what))
@@ -164,7 +166,8 @@ def test_output_rows(staged: Observation, saw: Saw) -> None:
 @pytest.mark.clause("ROWS-009")
 def test_prompts_at_the_limit(observation: Observation, saw: Saw) -> None:
     """The longest prompt comes whole; a longer one whole or as an error; the session lives on."""
-    begin = next(c for c in observation.batch.captures if c.key == observation.requests[-3].key)
+    first = first_call(observation)
+    begin = first[observation.requests[-3].key]
     reference = observation.references[begin.key]
     longest, *longer = sorted(observation.limits)
     refused = 0
@@ -183,8 +186,8 @@ def test_prompts_at_the_limit(observation: Observation, saw: Saw) -> None:
     fourth = observation.requests[3]
     tokens = {fourth.key: len(fourth.token_ids)}
     (after,) = whole(captured(observation.afterwards), tokens, "after a refusal").values()
-    first = next(c for c in observation.batch.captures if c.key == fourth.key)
-    same_rows(after, first, observation.references[fourth.key], "after a refusal and before")
+    before = first[fourth.key]
+    same_rows(after, before, observation.references[fourth.key], "after a refusal and before")
     saw(f"{longest} tokens captured; of {', '.join(map(str, longer))} {refused} were refused")
 
 
@@ -194,7 +197,7 @@ def test_any_batch(observation: Observation, saw: Saw) -> None:
     session = observation.session
     assert session is not None, "the session is closed"
     whole_prompts = [r for r in observation.requests if len(r.token_ids) > 1][:13]
-    known = {capture.key: capture for capture in observation.batch.captures}
+    known = first_call(observation)
     drawn = 0
 
     @given(strategies.batches([len(request.token_ids) for request in whole_prompts]))

@@ -67,6 +67,8 @@ class Finished:
     """Log-probability of each generated token, before temperature, if asked for."""
     accepted_histogram: list[int] | None
     """With speculative decoding: entry j counts the verifier steps that accepted j draft tokens."""
+    kv_transfer_params: dict[str, Any] | None = None
+    """What the engine's KV connector said of the request."""
 
 
 class VllmEngine:
@@ -350,4 +352,5 @@ def _finished(output: Any, prompt: Prompt) -> Finished:
             for entry, token in zip(chosen, completion.token_ids, strict=True)
         ],
         accepted_histogram=list(accepted.histogram) if accepted else None,
+        kv_transfer_params=getattr(output, "kv_transfer_params", None),
     )

@@ -135,6 +135,7 @@ def _through_block(model: Any, k: int, state: Float32) -> Float32:
 def _load(model: Path, dtype: str) -> Any:
     try:
         import torch
+        import transformers
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
     except ImportError as error:
@@ -142,11 +143,13 @@ def _load(model: Path, dtype: str) -> Any:
             f"the reference cannot run: {error}", remedy="pip install 'truetap[reference]'"
         ) from error
     logging.disable_progress_bar()
-    # The default, one grouped product over all experts, cannot be had in float64.
-    loaded = AutoModelForCausalLM.from_pretrained(
-        model, dtype=getattr(torch, dtype), experts_implementation="eager"
-    )
-    return loaded.eval()
+    how = {"dtype": getattr(torch, dtype)}
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        how = {"torch_dtype": getattr(torch, dtype)}  # beside engines up to vLLM 0.16.0
+    else:
+        # The default, one grouped product over all experts, cannot be had in float64.
+        how["experts_implementation"] = "eager"
+    return AutoModelForCausalLM.from_pretrained(model, **how).eval()
 
 
 def _run(model: Any, token_ids: Sequence[int]) -> tuple[Float32, Float32, Float32]:

@@ -287,7 +287,7 @@ def test_the_legacy_channel_is_expected_to_fail_as_it_does() -> None:
     known = expectations.packaged("speculators_legacy")
 
     def expected(version: str) -> set[str]:
-        return {c for c in contract.CLAUSES if known.of(c, environment(version), {})}
+        return {c for c in contract.PROFILES["reply"] if known.of(c, environment(version), {})}
 
     executors_own = {f"REPLY-00{number}" for number in (4, 5, 6, 7, 8, 9)}
     assert expected("0.11.0") == executors_own
