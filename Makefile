@@ -27,7 +27,7 @@ export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export PYTHONNOUSERSITE := 1
 
-.PHONY: help install demo test lint types clean
+.PHONY: help install demo test nightly lint types clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -38,13 +38,16 @@ install: $(LINKS) ## make .venv: pinned requirements, then truetap, editable (mi
 demo: $(LINKS) ## run the whole gated pipeline on the CPU: examples/smollm2-cpu.toml
 	@exec $(BIN)/truetap run examples/smollm2-cpu.toml
 
-test: $(LINKS) ## ruff, mypy, and every test, the live and slow ones too
+test: $(LINKS) ## ruff, mypy, and the tests, the live and slow ones too
 	@failed=
 	$(BIN)/ruff check . || failed+=' ruff-check'
 	$(BIN)/ruff format --check . || failed+=' ruff-format'
 	$(BIN)/mypy || failed+=' mypy'
-	$(BIN)/python -m pytest --durations=15 || failed+=' pytest'
+	$(BIN)/python -m pytest -m 'not nightly' --durations=25 || failed+=' pytest'
 	if [[ $$failed ]]; then echo "FAILED:$$failed" >&2; exit 1; fi
+
+nightly: $(LINKS) ## the tests that repeat on other verifiers what others do on one (half an hour)
+	@$(BIN)/python -m pytest -m nightly --durations=15
 
 lint: $(LINKS) ## ruff's rules and format
 	@$(BIN)/ruff check .

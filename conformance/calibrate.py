@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -70,8 +70,39 @@ def main() -> None:
 def measure(
     adapter: str, spec: EngineSpec, scratch: Path, profile: str, faults: Sequence[str]
 ) -> dict[str, Any]:
-    """Open the adapter once for each setting, and judge it and every fault of it."""
-    strategies.load_draws("dev")
+    """Judge every fault by every clause, and measure it; return a record of JSON values."""
+    rows: dict[str, Any] = {}
+    refused: list[str] = []
+    clauses = contract.PROFILES[profile]
+
+    def asked(fault: str) -> list[str]:
+        own = mutants.FAULTS[fault].caught_by
+        return [c for c in clauses if c not in COSTLY or own in {"", c}]
+
+    for fault, seen, failures in judged(adapter, spec, scratch, profile, faults, asked):
+        rows[fault] = {**_quantities(seen), "caught_by": sorted(failures)}
+        if fault == "none":
+            refused = judge.refused(seen)
+        print(fault, rows[fault], flush=True)
+    facts = seen.environment.binding
+    keep = ("engine", "engine_version", "torch_version", "device", "model_runner")
+    return {
+        "environment": {key: facts.get(key) for key in keep},
+        "spec": {k: v for k, v in asdict(spec).items() if k != "model"},
+        "refused": refused,
+        "faults": rows,
+    }
+
+
+def judged(
+    adapter: str,
+    spec: EngineSpec,
+    scratch: Path,
+    profile: str,
+    faults: Sequence[str],
+    asked: Callable[[str], Sequence[str]],
+) -> Iterator[tuple[str, Observation, dict[str, str]]]:
+    """Open a real adapter once for each setting; yield what each fault's failing clauses saw."""
     reference = Reference(Path(spec.model), spec.dtype)
     references: dict[str, ReferenceStates] = {}
     opened: dict[EngineSpec, Remembering | UsageError | CouldNotRun] = {}
@@ -84,8 +115,7 @@ def measure(
             folder = scratch / f"engine-{len(opened)}"
             folder.mkdir()
             try:
-                real = registry.find(adapter).open(seen, scratch=folder)
-                opened[seen] = Remembering(lambda: real)
+                opened[seen] = Remembering(registry.find(adapter).open(seen, scratch=folder))
             except (UsageError, CouldNotRun) as error:
                 opened[seen] = error
         found = opened[seen]
@@ -93,27 +123,15 @@ def measure(
             raise found
         return mutants.MutantSession(fault, found, wanted)
 
-    rows: dict[str, Any] = {}
-    clauses = contract.PROFILES[profile]
+    strategies.load_draws("dev")
     with ExitStack() as stack:
         for fault in faults:
-            own = mutants.FAULTS[fault].caught_by
-            asked = [c for c in clauses if c not in COSTLY or own in {"", c}]
             base = session(fault, spec)
-            if fault == faults[0]:
-                stack.callback(base.close)
+            stack.callback(base.close)
             seen = observe(base, spec, reference, references, profile=profile)
             if profile == "full":
-                seen = play(seen, lambda other, _, fault=fault: session(fault, other), asked)
-            rows[fault] = {**_quantities(seen), "caught_by": sorted(judge.failures(seen, asked))}
-            print(fault, rows[fault], flush=True)
-        environment = base.environment()
-    keep = ("engine", "engine_version", "torch_version", "device", "model_runner")
-    return {
-        "environment": {key: environment.binding.get(key) for key in keep},
-        "spec": {k: v for k, v in asdict(spec).items() if k != "model"},
-        "faults": rows,
-    }
+                seen = play(seen, lambda other, _, fault=fault: session(fault, other), asked(fault))
+            yield fault, seen, judge.failures(seen, asked(fault))
 
 
 def _quantities(observation: Observation) -> dict[str, Any]:

@@ -48,6 +48,21 @@ def checks(kind: type[Seen] = Observation) -> dict[str, list[Check]]:
     return found
 
 
+def refused(seen: Seen) -> list[str]:
+    """Return the clauses whose demands were refused, where they may be."""
+    found = []
+    for clause_id, functions in checks(type(seen)).items():
+        if clause_id in contract.PROFILES[seen.profile]:
+            for function in functions:
+                try:
+                    function(seen, lambda _sentence: None)
+                except Refused:
+                    found.append(clause_id)
+                except (AssertionError, pytest.fail.Exception):
+                    continue
+    return found
+
+
 def failures(seen: Seen, clauses: Collection[str] | None = None) -> dict[str, str]:
     """Return what each failing clause saw, by clause id; empty where nothing is wrong.
 

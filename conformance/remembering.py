@@ -5,7 +5,7 @@ One live engine then serves every mutant, and a mutant's scene costs no engine o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from truetap.harness.adapter import Session
@@ -13,42 +13,22 @@ from truetap.harness.model import CaptureBatch, CaptureRequest, Environment
 
 
 class Remembering:
-    """Opens the real session when something is asked for the first time."""
+    """Passes on what is asked for the first time."""
 
-    def __init__(self, opens: Callable[[], Session]) -> None:
-        self._opens = opens
-        self._session: Session | None = None
-        self._boundaries: tuple[int, ...] = ()
-        self._log: Path | None = None
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.boundaries = session.boundaries
+        self.log: Path | None = getattr(session, "log", None)
         self._environment: Environment | None = None
         self._batches: dict[tuple[CaptureRequest, ...], CaptureBatch | Exception] = {}
         self._logprobs: dict[tuple[int, ...], list[float] | None] = {}
-
-    @property
-    def session(self) -> Session:
-        """The real session, opened if it is not."""
-        if self._session is None:
-            self._session = self._opens()
-            self._boundaries = self._session.boundaries
-            self._log = getattr(self._session, "log", None)
-        return self._session
-
-    @property
-    def boundaries(self) -> tuple[int, ...]:
-        """Those of the real session."""
-        return self._boundaries or self.session.boundaries
-
-    @property
-    def log(self) -> Path | None:
-        """That of the real session."""
-        return self._log
 
     def capture(self, requests: Sequence[CaptureRequest]) -> CaptureBatch:
         """Capture, or give or raise what the same requests gave or raised before."""
         key = tuple(requests)
         if key not in self._batches:
             try:
-                self._batches[key] = self.session.capture(requests)
+                self._batches[key] = self._session.capture(requests)
             except Exception as error:
                 self._batches[key] = error
         found = self._batches[key]
@@ -60,17 +40,15 @@ class Remembering:
         """Ask, or say what was said before."""
         key = tuple(token_ids)
         if key not in self._logprobs:
-            self._logprobs[key] = self.session.prompt_logprobs(token_ids)
+            self._logprobs[key] = self._session.prompt_logprobs(token_ids)
         return self._logprobs[key]
 
     def environment(self) -> Environment:
         """Ask, or say what was said before."""
         if self._environment is None:
-            self._environment = self.session.environment()
+            self._environment = self._session.environment()
         return self._environment
 
     def close(self) -> None:
         """Close the real session; what it gave stays."""
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        self._session.close()

@@ -71,11 +71,26 @@ class Finished:
     """What the engine's KV connector said of the request."""
 
 
+def _refuse_missing_gpus(tensor_parallel_size: int) -> None:
+    """Raise ``UsageError`` if this machine has GPUs, and fewer than ranks are asked for."""
+    try:
+        import torch
+    except ImportError:
+        return  # starting the engine says what is missing
+    if torch.cuda.is_available() and torch.cuda.device_count() < tensor_parallel_size:
+        raise UsageError(
+            f"tensor parallel over {tensor_parallel_size} ranks needs as many GPUs; "
+            f"{torch.cuda.device_count()} are visible",
+            remedy="lower tensor_parallel_size, or show more GPUs in CUDA_VISIBLE_DEVICES",
+        )
+
+
 class VllmEngine:
     """One vLLM engine in processes of its own.
 
     ``arguments`` go to vLLM's ``LLM``, or ``AsyncLLM``; ``kind`` says which, and where the engine
     core runs. What the engine prints goes to ``log``, and its path is named in errors. Raises
+    ``UsageError`` if there are GPUs but fewer than ranks,
     ``CouldNotRun`` if the engine cannot start within ``startup_deadline_s`` seconds. A call that
     stays silent for ``call_deadline_s`` seconds ends the engine.
     """
@@ -89,6 +104,7 @@ class VllmEngine:
         call_deadline_s: float = 120.0,
         kind: Kind = "llm",
     ) -> None:
+        _refuse_missing_gpus(arguments.get("tensor_parallel_size", 1))
         self._log = log
         self._deadline_s = call_deadline_s
         self._usable = True

@@ -54,6 +54,7 @@ _MARKERS = {
     "gpu": "needs a GPU; a run of these without one exits non-zero",
     "torch": "needs torch and transformers",
     "slow": "takes more than a few seconds",
+    "nightly": "takes minutes and repeats on other verifiers what other tests do on one",
 }
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from truetap.harness import contract
+
+if TYPE_CHECKING:
+    from truetap.harness.power import Power
 
 
 @click.command()
@@ -22,7 +25,8 @@ def clauses(profile: str | None, mutants: bool, as_json: bool) -> None:
     """List what the suite requires, and why.
 
     A clause is worth what it catches: every MUST has deliberately wrong capture paths, channels or
-    stores, and a test puts each of them through the suite.
+    stores, and a test puts each of them through the suite. --mutants shows them, and for capture
+    paths by which clauses each was caught when last measured on live engines.
     """
     wanted = contract.PROFILES[profile] if profile else tuple(contract.CLAUSES)
     faults = _faults() if mutants else {}
@@ -30,15 +34,18 @@ def clauses(profile: str | None, mutants: bool, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=1))
         return
+    measured = _measured() if mutants else None
     for row in rows:
         click.echo(f"{row['id']}  {row['level']}  {row['title']}")
         if not mutants:
             click.echo(f"    {row['reason']} ({', '.join(row['references'])})")
         for name, says in row.get("mutants", {}).items():
             click.echo(f"    {name}: {says}")
-    if mutants:
-        shown = sum(len(row["mutants"]) for row in rows)
-        click.echo(f"{shown} mutants of {len(rows)} clauses")
+            if measured and (caught := measured.caught(name)):
+                by = ", ".join(f"{clause} ({caught[clause]}x)" for clause in sorted(caught))
+                click.echo(f"        measured {measured.times(name)}x, caught by {by}")
+    if measured:
+        _summary(rows, measured)
 
 
 @click.command()
@@ -83,6 +90,31 @@ def matrix(reports: tuple[Path, ...], out: Path) -> None:
 
     count = page.write_page(reports, out)
     click.echo(f"{out}: {count} {'report' if count == 1 else 'reports'}")
+
+
+def _measured() -> Power:
+    from truetap.harness import power
+
+    return power.measured()
+
+
+def _summary(rows: list[dict[str, Any]], measured: Power) -> None:
+    """Say in four lines how strong the suite is, and whether it cries wolf."""
+    own = {
+        name: row["id"]
+        for row in rows
+        for name in row["mutants"]
+        if row["id"] in contract.PROFILES["full"]
+    }
+    others = sum(len(row["mutants"]) for row in rows) - len(own)
+    missed, idle, correct = measured.missed(own), measured.idle(), measured.correct()
+    alarms = {key: flagged for key, flagged in correct.items() if flagged}
+    click.echo(f"{len(own)} mutants of capture paths and {others} of channels and stores")
+    click.echo(f"not caught by their own clause: {', '.join(missed) or 'none'}")
+    click.echo(f"MUST clauses that caught nothing: {', '.join(idle) or 'none'}")
+    click.echo(f"correct capture paths: {len(correct)} measured, {len(alarms)} flagged")
+    for key, flagged in alarms.items():
+        click.echo(f"    {key}: {', '.join(flagged)}")
 
 
 def _row(clause: contract.Clause, faults: dict[str, dict[str, str]]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from truetap.harness.model import EngineSpec
 pytestmark = [pytest.mark.live, pytest.mark.torch, pytest.mark.slow]
 
 DEADLINE_S = 300
+OTHERS = ("qwen3", "qwen3_next")
 FAULTS = (
     *("none", "off-by-one", "residual-missing"),
     *("last-boundary-post-norm", "last-boundary-mistaken-norm"),
@@ -47,7 +48,9 @@ def judged(model: Path, scratch: Path, **settings: Any) -> dict[str, dict[str, s
         }
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["deepseek_v3", *(pytest.param(f, marks=pytest.mark.nightly) for f in OTHERS)]
+)
 def test_a_right_capture_passes_and_wrong_ones_do_not(family: str, tmp_path: Path) -> None:
     from truetap.harness.adapters import mutants
 

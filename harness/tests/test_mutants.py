@@ -31,7 +31,7 @@ class Pretending(Remembering):
         from truetap.harness.adapters.transformers import TransformersSession
 
         plain = replace(spec, tensor_parallel_size=1, enforce_eager=True, kv_cache_blocks=None)
-        super().__init__(lambda: TransformersSession(plain, scratch / "transformers.log"))
+        super().__init__(TransformersSession(plain, scratch / "transformers.log"))
         self._spec = spec
 
     def capture(self, requests: Sequence[CaptureRequest]) -> CaptureBatch:
@@ -55,9 +55,9 @@ class Pretending(Remembering):
     scope="module",
     params=[
         *(("llama", dtype, 0) for dtype in ("bfloat16", "float32")),
-        pytest.param(("llama", "float32", 1), marks=pytest.mark.slow),
+        pytest.param(("llama", "float32", 1), marks=pytest.mark.nightly),
         *(
-            pytest.param((family, "bfloat16", 0), marks=pytest.mark.slow)
+            pytest.param((family, "bfloat16", 0), marks=pytest.mark.nightly)
             for family in random_verifier.FAMILIES
             if family != "llama"
         ),
