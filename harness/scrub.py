@@ -2,18 +2,26 @@
 
 Recordings are scrubbed by allow-list: only named fields are written. The one free text in them, an
 error's message, goes through ``message``. ``leaks`` then reads the finished text once more.
+
+A conformance report names the verifier's folder and perhaps an executable:
+``python -m truetap.harness.scrub REPORT INTO`` writes it with the last part of each path alone.
 """
 
 from __future__ import annotations
 
 import getpass
+import json
 import re
 import socket
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 _PATH = re.compile(r"(?<![\w.:/\\-])~?/(?:[\w.+@%-]+/)+[\w.+@%-]*|\bfile:/+\S+")
+_FOLDERS = re.compile(r"(?:(?<=subprocess:)|(?<![\w.:/\\<-]))~?/(?:[^/\s\"']+/)+")
 _DRIVE = re.compile(r"\b[A-Za-z]:\\[^\s\"']+")
 _IPV4 = re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])")
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}\b")
@@ -25,6 +33,7 @@ _TOKEN = re.compile(
 _PATTERNS = {
     "a token": _TOKEN,
     "an absolute path": _PATH,
+    "an executable's path": re.compile(r"\bsubprocess:/\S*"),
     "a drive's path": _DRIVE,
     "an IPv4 address": _IPV4,
 }
@@ -52,6 +61,19 @@ def leaks(text: str) -> list[str]:
     return found
 
 
+def published(value: Any) -> Any:
+    """Return a report's JSON value with each absolute path cut to its last part.
+
+    Of the operating system only its kind is left.
+    """
+    if isinstance(value, dict):
+        cut = {key: published(part) for key, part in value.items()}
+        return cut | {"host_os": cut["host_os"].partition("-")[0]} if "host_os" in cut else cut
+    if isinstance(value, list):
+        return [published(part) for part in value]
+    return _FOLDERS.sub("", value) if isinstance(value, str) else value
+
+
 def _own_names() -> Iterator[tuple[str, str]]:
     """Yield this machine's and this user's names, where they would identify either."""
     names = {("host name", socket.gethostname()), ("host name", socket.getfqdn())}
@@ -60,3 +82,11 @@ def _own_names() -> Iterator[tuple[str, str]]:
     for kind, name in sorted(names):
         if len(name) > 2 and name not in _NOBODY:
             yield kind, name
+
+
+if __name__ == "__main__":
+    _source, _into = map(Path, sys.argv[1:])
+    _text = json.dumps(published(json.loads(_source.read_text())), indent=1) + "\n"
+    if _found := leaks(_text):
+        sys.exit(f"{_source} is not published: it holds {', '.join(_found)}")
+    _into.write_text(_text)

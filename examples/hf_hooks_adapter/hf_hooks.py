@@ -56,10 +56,10 @@ def describe():
 def capture(request, out):
     """Answer one request: states in one file, all else in another."""
     spec = request["spec"]
-    if spec["tensor_parallel_size"] != 1:
-        print("this engine has one rank only", file=sys.stderr)
+    if spec["tensor_parallel_size"] != 1 or spec["include_output"] or not spec["boundaries"]:
+        print("one rank, prompts only, and not without capture", file=sys.stderr)
         sys.exit(2)  # refused
-    fixed = {"kv_cache_blocks": None, "include_output": False, "enforce_eager": True}
+    fixed = {"kv_cache_blocks": None, "enforce_eager": True}
     for setting, only in fixed.items():
         if spec[setting] != only:
             print(f"this engine has no other {setting} than {only}", file=sys.stderr)
@@ -71,7 +71,8 @@ def capture(request, out):
             print(f"{asked['key']!r} is longer than max_model_len allows", file=sys.stderr)
             sys.exit(2)
         states[str(i)], logprobs = hooked.capture(asked["token_ids"], spec["boundaries"])
-        captures.append({**asked, "prompt_logprobs": logprobs})
+        echo = {"key": asked["key"], "token_ids": asked["token_ids"]}
+        captures.append({**echo, "prompt_logprobs": logprobs})
     reply = {"truetap": 1, "nonce": request["nonce"], "rank": 0, "world_size": 1, "payload": {}}
     answer = {"replies": [reply], "boundaries": spec["boundaries"], "captures": captures}
     save_file(states, out / "states.safetensors")

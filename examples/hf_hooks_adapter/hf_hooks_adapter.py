@@ -8,6 +8,7 @@ import transformers
 from hf_hooks import HookedModel
 
 from truetap.harness import envelope, environment
+from truetap.harness.errors import UsageError
 from truetap.harness.model import Capture, CaptureBatch
 
 
@@ -17,22 +18,29 @@ class HfHooksAdapter:
     name = "hf_hooks"
     model_class = HookedModel
 
-    def open(self, spec, *, scratch):  # noqa: ARG002 - nothing to write on the way
-        """Load the verifier."""
-        return Session(self.name, spec, self.model_class(spec.model, spec.dtype))
+    def open(self, spec, *, scratch):
+        """Load the verifier, or refuse what these hooks cannot do."""
+        if spec.tensor_parallel_size > 1 or spec.include_output or not spec.boundaries:
+            raise UsageError("hf_hooks has one rank, prompts only, and not without capture")
+        hooked = self.model_class(spec.model, spec.dtype)
+        return Session(self.name, spec, hooked, scratch / "log.txt")
 
 
 class Session:
     """A loaded verifier."""
 
-    def __init__(self, name, spec, hooked):
-        self.boundaries = spec.boundaries
+    def __init__(self, name, spec, hooked, log):
+        self.boundaries, self.log = spec.boundaries, log
         self._name, self._spec, self._hooked = name, spec, hooked
 
     def capture(self, requests):
         """Capture one prompt after the other; say so with one reply, as there is one rank."""
+        if any(len(request.token_ids) > self._spec.max_model_len for request in requests):
+            raise UsageError("a prompt is longer than max_model_len")
         nonce = envelope.new_nonce()
         reply = envelope.seal(nonce, 0, 1, lambda: {"requests": len(requests)})
+        with self.log.open("a") as log:
+            log.write(f"{len(requests)} prompts, call {nonce}\n")
         return CaptureBatch(tuple(map(self._capture, requests)), nonce, [reply])
 
     def _capture(self, request):

@@ -32,11 +32,10 @@ _DTYPES = {"F32": ("float32", "<f4"), "F16": ("float16", "<f2"), "BF16": ("bfloa
 
 
 class _Captured(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    # May repeat all of its request: what requests hold can grow, and executables must outlive that.
+    model_config = ConfigDict(extra="ignore", strict=True)
     key: str
     token_ids: list[int]
-    max_tokens: int | None = None
-    """As asked: an executable may hand the whole request back."""
     generated: list[int] = []
     prompt_logprobs: list[float] | None = None
 

@@ -116,6 +116,20 @@ def test_captures_come_back_as_they_were_written(bench: Bench) -> None:
     session.close()
 
 
+def test_a_request_may_come_back_whole_with_what_was_generated(bench: Bench) -> None:
+    fault = """
+    def answer(request):
+        captures = [dict(asked, later_field=1, generated=[9]) for asked in request["requests"]]
+        return {"format": "truetap/capture/1", "replies": [reply(request)], "preemptions": 3,
+                "boundaries": request["spec"]["boundaries"], "captures": captures}
+    """
+    batch = bench.open(fault).capture(REQUESTS)
+    assert [capture.generated for capture in batch.captures] == [(9,), (9,)]
+    assert batch.preemptions == 3
+    assert bench.open().capture(REQUESTS).captures[0].generated == ()
+    assert bench.open().capture(REQUESTS).preemptions is None
+
+
 def test_a_reply_is_handed_on_as_it_is(bench: Bench) -> None:
     stale = "def reply(request): return {'truetap': 1, 'nonce': 'old', 'rank': 0}"
     assert "answers another call" in problems(bench.open(stale).capture(REQUESTS))[0]
@@ -170,6 +184,7 @@ def test_the_environment_names_engine_and_executable(bench: Bench) -> None:
         ("def save(t, out): save_file({'x': t['0']}, out / 'states.safetensors')", IntegrityError, "no tensor '0'"),  # noqa: E501
         ("def save(_, out): (out / 'states.safetensors').write_text('x')", IntegrityError, "eader"),
         ("def answer(_): return {'format': 'truetap/capture/1'}", IntegrityError, "replies: Field"),
+        ("def answer(q): return dict(captures=[{'key': 'one'}], boundaries=[], replies=[], format=q['format'])", IntegrityError, "captures: 0: token_ids: Field required"),  # noqa: E501
         ("def answer(_): return [1]", IntegrityError, "gave no answer of format"),
         ("def states(*_): return np.zeros((1, 2, 4), np.int8)", IntegrityError, "states are I8"),
     ],
