@@ -64,7 +64,9 @@ def test_last_boundary_gives_the_engines_logprobs(observation: Observation, saw:
         capture, reference = captured[key], observation.references[key]
         assert not capture.last_boundary_normed, "the last slot is declared as already normed"
         last = capture.states[:, -1]
-        assert len(last) == len(capture.token_ids), f"request {key!r} lacks rows"
+        assert len(last) == len(capture.token_ids), (
+            f"request {key!r} has {len(last)} rows for {len(capture.token_ids)} tokens"
+        )
         assert last.shape[-1] == observation.hidden_size, f"states have width {last.shape[-1]}"
         ours = observation.reference.logprobs_of_last(last, capture.token_ids)
         differences.append(np.abs(ours - np.asarray(said, dtype=np.float32)))

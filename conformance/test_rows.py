@@ -165,7 +165,7 @@ def test_output_rows(staged: Observation, saw: Saw) -> None:
 
 @pytest.mark.clause("ROWS-009")
 def test_prompts_at_the_limit(observation: Observation, saw: Saw) -> None:
-    """The longest prompt comes whole; a longer one whole or as an error; the session lives on."""
+    """The longest prompt comes whole, one that does not fit is refused; the session lives on."""
     first = first_call(observation)
     begin = first[observation.requests[-3].key]
     reference = observation.references[begin.key]

@@ -200,7 +200,7 @@ _CLAUSES = (
     Clause(
         "ROWS-009",
         "MUST",
-        "the longest prompt is captured whole, a longer one whole or not at all, and never in part",
+        "the longest prompt is captured whole, and one that does not fit is refused, never cut",
         "Engines cut a prompt to their limit, or skip the capture of a whole step when one request "
         "of it is at the limit: other requests' rows are never written.",
         ("vllm 0.26.0 to 0.33.0 (drafter skipped at max_model_len)",),

@@ -31,7 +31,8 @@ class EngineSpec:
     tensor_parallel_size: int = 1
     max_model_len: int = 512
     """Longest sequence in tokens. Prompts of up to ``max_model_len - 2`` tokens must be captured
-    (one generated token, one draft token); a longer one must be captured whole or refused."""
+    (one generated token, one draft token), up to ``max_model_len`` captured whole or refused,
+    longer ones refused."""
     max_num_batched_tokens: int = 1024
     max_num_seqs: int = 32
     enforce_eager: bool = True

@@ -119,6 +119,7 @@ def test_a_faulty_package_does_not_and_the_suite_names_what_it_holds(stranger: S
     assert report["environment"]["binding"]["adapter"]["name"] == "hf_hooks_off_by_one"
 
 
+@pytest.mark.nightly
 def test_the_same_hooks_as_an_executable_conform(stranger: Stranger, executable: str) -> None:
     report = stranger.suite(executable, code=0)
     assert report["verdict"] == "conformant"
