@@ -23,6 +23,7 @@ from truetap.conformance import (
 from truetap.harness import contract
 from truetap.harness.capture_store import StoreObservation
 from truetap.harness.channel import ChannelObservation
+from truetap.harness.errors import CouldNotRun
 from truetap.harness.observation import Observation
 from truetap.harness.pytest_plugin import Refused
 
@@ -58,7 +59,7 @@ def refused(seen: Seen) -> list[str]:
                     function(seen, lambda _sentence: None)
                 except Refused:
                     found.append(clause_id)
-                except (AssertionError, pytest.fail.Exception):
+                except (AssertionError, pytest.fail.Exception, CouldNotRun):
                     continue
     return found
 
@@ -78,6 +79,6 @@ def failures(seen: Seen, clauses: Collection[str] | None = None) -> dict[str, st
                 function(seen, lambda _sentence: None)
             except Refused:
                 continue
-            except (AssertionError, pytest.fail.Exception) as error:
+            except (AssertionError, pytest.fail.Exception, CouldNotRun) as error:
                 failed[clause_id] = str(error).splitlines()[0]
     return failed

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from truetap.harness import compare
+from truetap.harness.errors import CouldNotRun
 from truetap.harness.model import Capture, CaptureBatch
 from truetap.harness.observation import Answer, Observation, Refusal, Scene
 from truetap.harness.pytest_plugin import Refused
@@ -17,12 +18,15 @@ from truetap.harness.reference import ReferenceStates
 def captured(answer: Answer | None, *, refusable: bool = False) -> CaptureBatch:
     """Return the captures of an answer.
 
-    Raises ``Refused`` where the capture path refused and may; fails where it must not.
+    Raises ``Refused`` where the capture path refused and may, ``CouldNotRun`` where no engine could
+    be asked; fails where it must not.
     """
     assert answer is not None, "this was never asked"
     if isinstance(answer, Refusal):
         if refusable and answer.loud:
             raise Refused(answer.sentence)
+        if answer.could_not_run:
+            raise CouldNotRun(answer.sentence)
         pytest.fail(answer.sentence)
     return answer
 

@@ -36,6 +36,13 @@ class Refusal:
     sentence: str
     loud: bool
     """True if the capture path itself refused (``UsageError``); False if something broke."""
+    could_not_run: bool = False
+    """True if there was no engine to ask (``CouldNotRun``), which is neither yes nor no."""
+
+    @classmethod
+    def of(cls, error: TruetapError) -> Refusal:
+        """Return what an error means in place of captures."""
+        return cls(str(error), isinstance(error, UsageError), isinstance(error, CouldNotRun))
 
 
 Answer = CaptureBatch | Refusal
@@ -186,7 +193,7 @@ def answered(call: Callable[[], CaptureBatch]) -> Answer:
     try:
         return call()
     except TruetapError as error:
-        return Refusal(str(error), loud=isinstance(error, UsageError))
+        return Refusal.of(error)
 
 
 def generating(requests: Sequence[CaptureRequest]) -> list[CaptureRequest]:

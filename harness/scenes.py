@@ -171,8 +171,7 @@ def _play(staging: Staging, name: str, seen: Observation, open_session: Open) ->
     try:
         session = open_session(spec, name)
     except (UsageError, CouldNotRun) as error:
-        refusal = Refusal(str(error), loud=isinstance(error, UsageError))
-        return Scene(spec, requests, refusal, {}, {})
+        return Scene(spec, requests, Refusal.of(error), {}, {})
     with closing(session):
         together = answered(partial(session.capture, requests))
         alone = {

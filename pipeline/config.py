@@ -50,7 +50,7 @@ class Capture(_Table):
 class Gate(_Table):
     """What a run demands of its certificate."""
 
-    profile: Literal["core"] = "core"
+    profile: Literal["core", "full"] = "core"
 
 
 class Data(_Table):
