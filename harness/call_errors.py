@@ -87,11 +87,21 @@ def of_workers(
     return failed
 
 
-def progress(missing: Mapping[int, bool], world_size: int) -> str:
-    """Return how far every rank came, in words; see ``call_folder.unfinished``."""
+def progress(missing: Mapping[int, bool], world_size: int, failures: Mapping[int, str]) -> str:
+    """Return how far every rank came, in words; see ``call_folder``.
+
+    A rank's error is in its reply, which nobody reads while the executor waits for another rank.
+    """
+    causes: dict[str, list[int]] = {}
+    for rank, cause in failures.items():
+        causes.setdefault(f"failed with {cause}", []).append(rank)
+    done = [rank for rank in range(world_size) if rank not in missing and rank not in failures]
     groups = {
-        "started and did not finish": [rank for rank, started in missing.items() if started],
-        "finished": [rank for rank in range(world_size) if rank not in missing],
+        **causes,
+        "started and did not finish": [
+            rank for rank, started in missing.items() if started and rank not in failures
+        ],
+        "finished": done,
         "not known": [rank for rank, started in missing.items() if not started],
     }
     return "; ".join(f"{_name(ranks)}: {what}" for what, ranks in groups.items() if ranks)

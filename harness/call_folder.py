@@ -17,6 +17,7 @@ from truetap.harness.errors import UsageError
 
 _MEMORY = Path("/dev/shm")
 _ROOM = 1 << 30  # bytes; containers often have 64 MB there
+_LONGEST = 1000  # bytes of an error's text in a mark; the reply has all of it
 
 
 def make(parent: Path | None, needed: int) -> Path:
@@ -62,11 +63,17 @@ def tensors(folder: str | Path, rank: int | None) -> Path:
     return Path(folder, f"{'arguments' if rank is None else f'rank-{rank}'}.safetensors")
 
 
-def mark(folder: str, rank: int, what: str) -> None:
-    """Show that ``rank`` has ``started`` the call or is ``done``; the reply itself comes later."""
+def mark(folder: str, rank: int, what: str, text: str = "") -> None:
+    """Show that ``rank`` has ``started`` the call, has ``failed`` in it, or is ``done``.
+
+    The reply itself comes later, or never, if another rank keeps the executor waiting.
+    """
     with suppress(OSError):
         descriptor = os.open(f"{folder}/rank-{rank}.{what}", os.O_CREAT | os.O_WRONLY, 0o600)
-        os.close(descriptor)
+        try:
+            os.write(descriptor, text.encode(errors="backslashreplace")[:_LONGEST])
+        finally:
+            os.close(descriptor)
 
 
 def unfinished(folder: Path, world_size: int) -> dict[int, bool]:
@@ -80,6 +87,16 @@ def unfinished(folder: Path, world_size: int) -> dict[int, bool]:
         for rank in range(world_size)
         if f"rank-{rank}.done" not in seen
     }
+
+
+def failures(folder: Path) -> dict[int, str]:
+    """Return what the ranks that are marked ``failed`` say, in rank order."""
+    found = {}
+    for path in folder.glob("rank-*.failed"):
+        with suppress(OSError):
+            rank = int(path.stem.removeprefix("rank-"))
+            found[rank] = path.read_text(errors="replace")
+    return dict(sorted(found.items()))
 
 
 def _has_room(directory: Path, needed: int) -> bool:

@@ -328,7 +328,8 @@ class _Call:
                 remedy="give folder= a directory with more room",
             )
         missing = call_folder.unfinished(folder, self._world_size)
-        progress = call_errors.progress(missing, self._world_size)
+        failures = call_folder.failures(folder)
+        progress = call_errors.progress(missing, self._world_size, failures)
         if isinstance(error, TimeoutError) or not self._left():
             return self._late(progress, missing)
         if _NO_METHOD.search(str(error)):

@@ -45,6 +45,7 @@ def _answer(worker: CollectWorker, request: dict[str, Any]) -> dict[str, Any]:
     )
     if error := sealed.get("error"):
         error["stage"] = stages[-1]
+        call_folder.mark(folder, rank, "failed", f"{error['type']}: {error['message']}")
     outcome = "failed" if error else "answered"
     worker_log.say(f"rank {rank} {outcome} {request['method']}, call {request['nonce']}")
     call_folder.mark(folder, rank, "done")

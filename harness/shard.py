@@ -20,6 +20,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from truetap.harness.errors import CheckFailed
+
 if TYPE_CHECKING:
     import torch
 
@@ -40,12 +42,21 @@ def write_partial(
     """Write the captures of some requests to ``partial_path(path)``, fsynced; return digests.
 
     ``states[i]`` is ``[tokens, boundaries, hidden]``, ``token_ids[i]`` and ``loss_masks[i]`` have
-    one entry a token. Nothing is left behind if the write fails. ``publish`` makes it a shard.
+    one entry a token: ``CheckFailed`` if not, because one row too few shifts all requests after it.
+    Nothing is left behind if the write fails. ``publish`` makes it a shard.
     """
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    for index, of_one in enumerate(zip(states, token_ids, loss_masks, strict=True)):
+        rows, ids, mask = map(len, of_one)
+        if not rows == ids == mask:
+            raise CheckFailed(
+                f"request {index} has {rows} rows, {ids} token ids and a loss mask of {mask}",
+                remedy="store the ids that the engine computed, placeholders expanded, and extend "
+                "the mask by zeros there",
+            )
     counts = torch.tensor([0, *(len(ids) for ids in token_ids)])
     tensors = {
         "states": torch.cat(list(states)).contiguous(),

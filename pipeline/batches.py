@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     import torch
 
 Batch = dict[str, "torch.Tensor"]
+UNUSABLE_SHARE = 0.01
+"""Largest share of samples that may be left out for their states. One bad row in a hundred samples
+is an accident; more is a capture path that should not be trained on."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,48 @@ class Step:
     number: int
     epoch: int
     samples: tuple[int, ...]
+
+
+def unusable(samples: Iterable[Sample]) -> dict[str, str]:
+    """Return what is wrong with each sample that must not be trained on, by id.
+
+    Raises ``CheckFailed`` if it is more than ``UNUSABLE_SHARE`` of them. They are left out before
+    the schedule is made, so every step of it has something to learn from.
+    """
+    count, bad = 0, {}
+    for sample in samples:
+        count += 1
+        if wrong := fault_of(sample):
+            bad[sample.id] = wrong
+    if len(bad) > UNUSABLE_SHARE * count:
+        first = next(iter(bad))
+        raise CheckFailed(
+            f"{len(bad)} of {count} conversations have states that must not be trained on, the "
+            f"first of them {first!r}: {bad[first]}",
+            remedy="run truetap conform on this capture path, then extract again",
+        )
+    return bad
+
+
+def fault_of(sample: Sample) -> str:
+    """Return why a sample's states must not be trained on, or ''."""
+    import torch
+
+    states, ids = sample.states, sample.token_ids
+    if not len(states) == len(ids) == len(sample.loss_mask):
+        return f"{len(states)} rows, {len(ids)} tokens and a loss mask of {len(sample.loss_mask)}"
+    finite = torch.isfinite(states).flatten(1).all(1)
+    if not bool(finite.all()):
+        rows = (~finite).nonzero().flatten()
+        return f"{len(rows)} of {len(states)} rows are not finite, the first is {int(rows[0])}"
+    filled = states.flatten(1).any(1)
+    if not bool(filled.all()):
+        return f"row {int((~filled).nonzero()[0])} is all zero"
+    # A token that follows itself may well have equal states: there is nothing else to attend to.
+    equal = (states[1:] == states[:-1]).flatten(1).all(1) & (ids[1:] != ids[:-1])
+    if bool(equal.any()):
+        return f"row {int(equal.nonzero()[0]) + 1} repeats the one before, of another token"
+    return ""
 
 
 def aligned(sample: Sample) -> Batch:

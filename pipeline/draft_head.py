@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 
 from truetap.harness.errors import CouldNotRun, UsageError
 from truetap.harness.model import EngineSpec
-from truetap.pipeline import run_folder
+from truetap.pipeline import export_check, run_folder
 from truetap.pipeline.config import RunConfig
 from truetap.pipeline.prepare import Conversation
 
@@ -88,12 +88,16 @@ def _quiet() -> None:
 
 
 def save(model: Any, target: Path, card: Mapping[str, Any]) -> None:
-    """Write the head as an engine loads it, with what it was made from beside it."""
+    """Write the head as an engine loads it, with what it was made from beside it.
+
+    Raises ``CheckFailed``, and leaves what was there before, if that is not the whole head.
+    """
     scratch = target.with_name(target.name + ".partial")
     shutil.rmtree(scratch, ignore_errors=True)
     with writing(target):
         model.save_pretrained(scratch)
         run_folder.write_json(scratch / "truetap.json", dict(card))
+    export_check.require_whole(scratch, model, card["boundaries"][:-1])
     shutil.rmtree(target, ignore_errors=True)
     scratch.rename(target)
 

@@ -35,6 +35,14 @@ distribution, unless it is within three standard errors. vLLM 0.32.0's CPU build
 to 8.4 (vllm#55005: with a draft, its sampler reads the temperature from uninitialised memory)."""
 
 
+LEAST_LENGTH = 1.2
+"""Acceptance length below which a trained head is taken for broken rather than weak. One that was
+fed with an engine's default layers had 3.6 %, 0.06 % and none of its three tokens accepted: 1.04
+(vllm#50170)."""
+ENOUGH_PROMPTS = 100
+"""How many prompts that judgement needs."""
+
+
 def evaluate(config: RunConfig, folder: RunFolder, model: Path, console: Console) -> None:
     """Measure every head at every temperature; write ``evaluate/results.json``."""
     if not (folder.head / "truetap.json").exists():
@@ -69,6 +77,7 @@ def evaluate(config: RunConfig, folder: RunFolder, model: Path, console: Console
                 highlight=False,
             )
     _require_identical(identical, console)
+    _require_useful(runs, len(questions))
 
 
 def _runs_of(
@@ -223,6 +232,21 @@ def acceptance(
         "accepted": int(accepted.sum()),
         "engine_steps_per_100_tokens": round(100 / float(length), 1),
     }
+
+
+def _require_useful(runs: Sequence[Mapping[str, Any]], prompts: int) -> None:
+    """Raise if the trained head saves next to nothing over many prompts, greedily."""
+    for run in runs:
+        if run["head"] != "trained" or run["temperature"] != 0 or prompts < ENOUGH_PROMPTS:
+            continue
+        if run["acceptance_length"] < LEAST_LENGTH:
+            by_position = ", ".join(f"{share:.4f}" for share in run["per_position"])
+            raise CheckFailed(
+                f"the trained head's acceptance length is {run['acceptance_length']:.2f} over "
+                f"{prompts} prompts (by position {by_position})",
+                remedy="that is a head fed with other layers, or read by another vocabulary, than "
+                "in training: compare its config.json and d2t with truetap.json beside it",
+            )
 
 
 def _greedy_identical(runs: Sequence[dict[str, Any]]) -> dict[str, list[int]]:

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truetap.harness import registry, shard, verifier
+from truetap.harness.adapter import Session
 from truetap.harness.adapters.vllm_native import VllmNativeSession
 from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, UsageError
 from truetap.harness.model import CaptureRequest, EngineSpec, Environment
 from truetap.harness.progress import Bar, bar
 from truetap.harness.pytest_plugin import suite_digest
-from truetap.pipeline import gate, prepare
+from truetap.pipeline import gate, plan, prepare
 from truetap.pipeline.config import RunConfig
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.run_folder import RunFolder
@@ -56,8 +57,9 @@ def extract(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Con
         console.print("every shard is there and verified", highlight=False)
         return
     _require_space(store, todo, spec)
+    console.print(f"to be captured: {plan.told(*_sizes(todo, spec))}", highlight=False)
     console.print("starting vLLM to capture", highlight=False)
-    session = registry.find(config.capture.adapter).open(spec, scratch=folder.logs / "extract")
+    session = _opened(config.capture.adapter, spec, folder.logs / "extract")
     with closing(session):
         if not isinstance(session, VllmNativeSession):
             raise UsageError(
@@ -168,6 +170,10 @@ def require_sound(
     states = tensors["states"]
     if states.shape[0] != len(expected):
         raise CheckFailed(f"{name}: {states.shape[0]} rows for {len(expected)} tokens")
+    if len(tensors["loss_mask"]) != len(expected):
+        raise CheckFailed(
+            f"{name}: a loss mask of {len(tensors['loss_mask'])} for {len(expected)} tokens"
+        )
     finite = torch.isfinite(states).flatten(1).all(1)
     if not bool(finite.all()):
         row = int((~finite).nonzero()[0])
@@ -206,13 +212,29 @@ def _unfinished(store: Store, jobs: Sequence[_Job], console: Console) -> list[_J
 
 def _require_space(store: Store, todo: Sequence[_Job], spec: EngineSpec) -> None:
     """Refuse before the first prompt if the shards cannot fit on the disk."""
+    need = plan.capture_bytes(*_sizes(todo, spec))
+    plan.require_space(need, shutil.disk_usage(store.folder).free, store.folder)
+
+
+def _sizes(todo: Sequence[_Job], spec: EngineSpec) -> tuple[int, int, int, str]:
+    """Return tokens, states, width and dtype of what is to be captured."""
     tokens = sum(len(c.token_ids) for job in todo for c in job.conversations)
     width = verifier.describe(Path(spec.model)).hidden_size
-    size = 4 if spec.dtype == "float32" else 2
-    need = tokens * len(spec.boundaries) * width * size
-    free = shutil.disk_usage(store.folder).free
-    if need > free:
-        raise CouldNotRun(
-            f"the shards need {need / 1e9:.1f} GB and {store.folder} has {free / 1e9:.1f} GB free",
-            remedy="free disk space, or choose another output folder",
+    return tokens, len(spec.boundaries), width, spec.dtype
+
+
+def _opened(adapter: str, spec: EngineSpec, scratch: Path) -> Session:
+    """Start the engine; if it refuses for want of cache, say whether it prices that rightly."""
+    try:
+        return registry.find(adapter).open(spec, scratch=scratch)
+    except CouldNotRun as error:
+        facts = verifier.describe(Path(spec.model))
+        states = len(spec.boundaries)
+        most = plan.most_cache_bytes(
+            spec.max_model_len, states, facts.num_blocks, facts.hidden_size, spec.dtype
         )
+        if wrong := plan.overpriced(str(error), most):
+            raise CouldNotRun(
+                f"{error} ({wrong})", remedy="lower capture.max_model_len, or use another release"
+            ) from error
+        raise

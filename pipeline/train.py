@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from truetap.harness.errors import CheckFailed, IntegrityError, UsageError
 from truetap.harness.model import EngineSpec
 from truetap.harness.progress import bar
 from truetap.pipeline import draft_head, prepare, run_folder
-from truetap.pipeline.batches import Batch, Step, filled, pack, schedule
+from truetap.pipeline.batches import Batch, Step, filled, pack, schedule, unusable
 from truetap.pipeline.config import RunConfig
 from truetap.pipeline.run_folder import RunFolder
 from truetap.pipeline.store import Sample, Store
@@ -34,6 +35,7 @@ KEPT_CHECKPOINTS = 2
 
 def train(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Console) -> None:
     """Train the run's draft head, continuing from its last checkpoint; export it."""
+    _require_alone()
     settings = config.train
     store = Store(folder.shards)
     provenance = _provenance(store, spec)
@@ -43,8 +45,10 @@ def train(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Conso
         return
     conversations = prepare.load(folder)
     samples = dict(zip(conversations, store.samples([c.id for c in conversations]), strict=True))
-    training = [samples[c] for c in conversations if c.split == "train"]
-    validation = [samples[c] for c in conversations if c.split == "validation"]
+    bad = _left_out(folder, samples.values(), console)
+    usable = {c: s for c, s in samples.items() if s.id not in bad}
+    training = [s for c, s in usable.items() if c.split == "train"]
+    validation = [s for c, s in usable.items() if c.split == "validation"]
     vocabulary = draft_head.vocabulary_of(
         [c for c in conversations if c.split == "train"],
         settings.draft_vocabulary,
@@ -55,6 +59,31 @@ def train(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Conso
         draft_head.save(model, folder.untrained_head, {**provenance, "steps": 0})
     _loop(config, folder, model, training, validation, console)
     draft_head.save(model, folder.head, {**provenance, "steps": len(schedule(config, training))})
+
+
+def _require_alone() -> None:
+    """Refuse a launcher's several processes: each would run all steps and write the same files."""
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if processes != "1":
+        raise UsageError(
+            f"training runs in one process, and this is one of {processes} (WORLD_SIZE)",
+            remedy="start truetap train without torchrun or accelerate launch",
+        )
+
+
+def _left_out(folder: RunFolder, samples: Collection[Sample], console: Console) -> dict[str, str]:
+    """Return the samples that are not trained on and why; list them for the user and the record."""
+    bad = unusable(samples)
+    run_folder.write_json(folder.train / "left-out.json", bad)
+    if bad:
+        console.print(
+            f"left out for their states: {len(bad)} of {len(samples)} conversations",
+            style="yellow",
+            highlight=False,
+        )
+    for name, why in bad.items():
+        console.print(f"  {name}: {why}", highlight=False, markup=False)
+    return bad
 
 
 def _loop(
@@ -216,6 +245,12 @@ def _provenance(store: Store, spec: EngineSpec) -> dict[str, Any]:
             raise CheckFailed(
                 f"{entry['shard']} was made without a certificate",
                 remedy="run truetap conform, certify and extract again",
+            )
+        if entry.get("last_boundary_normed") is None or not entry.get("boundaries"):
+            raise CheckFailed(
+                f"{entry['shard']} does not say which boundaries it holds, or whether the last one "
+                "is before its norm",
+                remedy="run truetap extract again",
             )
         if entry["boundaries"] != list(spec.boundaries) or entry["last_boundary_normed"]:
             raise CheckFailed(

@@ -250,9 +250,10 @@ def _supported(spec: EngineSpec) -> tuple[int, ...]:
         )
     if not spec.boundaries:
         return ()
-    if 0 in spec.boundaries and facts.config.get("model_type") in WITHOUT_BOUNDARY_0:
+    model_type = verifier.kinds(facts.config)["verifier_model_type"]
+    if 0 in spec.boundaries and model_type in WITHOUT_BOUNDARY_0:
         raise UsageError(
-            f"vLLM cannot give boundary 0 of a {facts.config['model_type']} verifier",
+            f"vLLM cannot give boundary 0 of a {model_type} verifier",
             remedy="take the embeddings of the token ids: they are the same",
         )
     return check(spec.boundaries, facts.num_blocks)

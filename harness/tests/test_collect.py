@@ -590,6 +590,44 @@ def test_a_rank_that_hangs_is_given_up_and_named(fakes: SimpleNamespace) -> None
     assert "cannot see" in replies[0]["error"]["message"]
 
 
+def test_a_rank_that_failed_is_told_although_another_one_hangs(fakes: SimpleNamespace) -> None:
+    """CASE-02: rank 0 sits in a collective that rank 1 will never enter; its reply is not read."""
+    release, replied = threading.Event(), threading.Event()
+    engine = fakes.Executor(2)
+
+    def wait_for_the_other() -> None:
+        engine.run(1)
+        release.wait()
+
+    acting(engine, wait_for_the_other, raising(ValueError("no memory")))
+    engine.workers[0].fault = lambda reply: replied.set() or reply
+    with pytest.raises(
+        DeadlinePassed,
+        match=r"^act did not end within 0\.3 s: rank 1: failed with ValueError: no memory; "
+        r"rank 0: started and did not finish$",
+    ):
+        collect(engine, "act", deadline=0.3)
+    release.set()
+    assert replied.wait(30)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("size", [254, 256, 1024])
+def test_tensors_on_both_sides_of_the_clients_limit_arrive(
+    fakes: SimpleNamespace, size: int
+) -> None:
+    """CASE-01: from 256 bytes on vLLM's client sends a tensor apart; at any depth, it must come."""
+    import torch
+
+    tensor = torch.arange(size // 2).to(torch.bfloat16)
+    llm = fakes.LLM(acting(fakes.Executor(2), lambda: [tensor, [tensor], [{"a": [tensor]}]]))
+    for flat, (inside,), (deep,) in collect(llm, "act").values():
+        for got in (flat, inside, deep["a"][0]):
+            assert isinstance(got, torch.Tensor)
+            assert got.dtype == torch.bfloat16
+            assert torch.equal(got, tensor)
+
+
 def test_arguments_that_cannot_be_written_in_time_are_not_sent(
     fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

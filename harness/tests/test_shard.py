@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from truetap.harness import envelope, shard
-from truetap.harness.errors import CouldNotRun
+from truetap.harness.errors import CheckFailed, CouldNotRun
 
 pytestmark = pytest.mark.torch
 
@@ -63,6 +63,22 @@ def test_what_is_read_is_bit_for_bit_what_was_written(tmp_path: Path, dtype: str
         assert tensors["token_ids"][start:end].tolist() == IDS[i]
         assert bytes(tensors["loss_mask"][start:end].numpy()) == MASKS[i]
     assert shard.mismatches(tensors, digests) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "ids", "mask"), [(275, 20, 20), (275, 275, 20), (20, 275, 275), (19, 20, 20)]
+)
+def test_rows_ids_and_mask_of_a_request_are_of_one_length(
+    tmp_path: Path, rows: int, ids: int, mask: int
+) -> None:
+    """CASE-17: 20 ids of the client are 275 rows of the server, which expands a placeholder."""
+    import torch
+
+    lists = [[1, 2], list(range(ids))], [b"\0\1", bytes(mask)]
+    with pytest.raises(CheckFailed, match=f"1 has {rows} rows, {ids} token ids .* of {mask}") as no:
+        shard.write_partial(tmp_path / "s", [torch.ones(n, 2, 4) for n in (2, rows)], *lists)
+    assert "extend the mask by zeros" in no.value.remedy
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", shard.TENSORS)

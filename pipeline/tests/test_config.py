@@ -62,6 +62,7 @@ def test_what_is_not_toml_is_refused(tmp_path: Path, content: bytes) -> None:
         ('[capture]\ndtype = "int8"', "capture.dtype: "),
         ('[capture]\nboundaries = ["a", 2]', "capture.boundaries.0: "),
         ("[capture]\nboundaries = [30]", "capture.boundaries: "),
+        ("[capture]\npipeline_parallel_size = 2", "capture.pipeline_parallel_size: Extra inputs"),
         ('[gate]\nprofile = "none"', "gate.profile: "),
     ],
 )

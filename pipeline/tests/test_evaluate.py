@@ -192,3 +192,28 @@ def test_a_sampled_run_is_judged_against_the_one_without_a_head_at_its_temperatu
     ]
     invalid = [bool(evaluate._validity(run, runs)["invalid"]) for run in runs]
     assert invalid == [False, False, False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("head", "temperature", "prompts", "histogram", "useful"),
+    [
+        ("trained", 0, 100, [964, 35, 1, 0], False),  # as with an engine's default layers
+        ("trained", 0, 99, [964, 35, 1, 0], True),
+        ("untrained", 0, 100, [964, 35, 1, 0], True),
+        ("trained", 0.7, 100, [964, 35, 1, 0], True),
+        ("trained", 0, 100, [800, 100, 60, 40], True),
+    ],
+)
+def test_a_head_that_saves_nothing_over_many_prompts_fails(
+    head: str, temperature: float, prompts: int, histogram: list[int], *, useful: bool
+) -> None:
+    """CASE-11: layers, a map or weights left to a default are seen here, and nowhere before."""
+    outputs = [finished(str(n), histogram) for n in range(prompts)]
+    run = {"head": head, "temperature": temperature} | evaluate.acceptance(outputs, head, 3, seed=0)
+    if useful:
+        evaluate._require_useful([run], prompts)
+        return
+    said = r"acceptance length is 1\.04 over 100 prompts \(by position 0\.0360, 0\.0010, 0\.0000\)"
+    with pytest.raises(CheckFailed, match=said) as failed:
+        evaluate._require_useful([run], prompts)
+    assert "truetap.json" in failed.value.remedy

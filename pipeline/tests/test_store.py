@@ -320,6 +320,7 @@ def soundness(change: Callable[[dict[str, Any]], None]) -> None:
     tensors = {
         "states": torch.cat([states_of(c) for c in two]),
         "token_ids": torch.tensor([t for c in two for t in c.token_ids]),
+        "loss_mask": torch.tensor([bit for c in two for bit in c.loss_mask]),
     }
     change(tensors)
     extract.require_sound("shard-9", tensors, [CaptureRequest(c.id, c.token_ids) for c in two])
@@ -344,6 +345,17 @@ def copy_slot(tensors: dict[str, Any]) -> None:
     tensors["states"][:, 2] = tensors["states"][:, 0]
 
 
+def keep_expanded_ids(tensors: dict[str, Any]) -> None:
+    """The engine expanded a placeholder, and the client's ids have it once."""
+    for name in ("states", "token_ids"):
+        one = tensors[name]
+        tensors[name] = one[[0, 1, *[2] * 255, *range(2, len(one))]]
+
+
+def shorten_mask(tensors: dict[str, Any]) -> None:
+    tensors["loss_mask"] = tensors["loss_mask"][1:]
+
+
 def lose_row(tensors: dict[str, Any]) -> None:
     tensors["states"] = tensors["states"][:-1]
 
@@ -353,6 +365,8 @@ def lose_row(tensors: dict[str, Any]) -> None:
     [
         (swap_requests, "token ids differ from those that were sent"),
         (lose_row, "6 rows for 7 tokens"),
+        (keep_expanded_ids, "token ids differ from those that were sent"),
+        (shorten_mask, "a loss mask of 6 for 7 tokens"),
         (set_states((4, 1, 2), float("nan")), "1 rows are not finite, the first is 4"),
         (set_states(([2, 5], 0, 0), float("-inf")), "2 rows are not finite, the first is 2"),
         (set_states((slice(None), 1), 0.0), "slot 1 is all zero"),

@@ -142,7 +142,7 @@ def random_states(conversation: Conversation, *, spoilt: bool = False) -> torch.
     shape = (len(conversation.token_ids), len(BOUNDARIES), WIDTH)
     states = torch.randn(shape, generator=generator).bfloat16()
     if spoilt:
-        states[4, 1, 5] = float("nan")
+        with_nan(states)
     return states
 
 
@@ -240,6 +240,23 @@ def test_exactly_the_shifted_span_receives_loss(head: Any, spans: list[tuple[int
     assert gradient.abs().sum(1).nonzero().flatten().tolist() == [t - 1 for t in masked if t > 0]
 
 
+def test_a_mask_left_unshifted_is_seen_by_that_probe(
+    head: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CASE-23, as it was: a stale position is supervised, and one that is due is not."""
+    import torch
+
+    aligned = batches.aligned
+
+    def stale(sample: Sample) -> batches.Batch:
+        return {**aligned(sample), "loss_mask": sample.loss_mask[:-1]}
+
+    monkeypatch.setattr(batches, "aligned", stale)
+    mask = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 0, 0], dtype=torch.uint8)
+    _, gradient = logits_and_gradients(head, [replace(random_samples()[2], loss_mask=mask)])
+    assert gradient.abs().sum(1).nonzero().flatten().tolist() == [5, 6, 7]  # due: 4, 5, 6
+
+
 def test_a_packed_conversation_is_seen_as_if_alone(head: Any) -> None:
     import torch
 
@@ -288,6 +305,8 @@ def test_the_heads_vocabulary_maps_are_each_others_inverse(
     verifier_head = load_file(tiny_verifier / "model.safetensors")["lm_head.weight"]
     assert torch.equal(made.lm_head.weight, verifier_head[list(vocabulary)])
     assert made.config.eagle_aux_hidden_state_layer_ids == list(BOUNDARIES[:-1])
+    if vocabulary == [0, 1, 5, 6, 14]:
+        assert made.d2t.tolist() == [0, 0, 3, 3, 10]
 
 
 def test_a_full_draft_vocabulary_needs_no_maps(head: Any) -> None:
@@ -461,9 +480,124 @@ def test_tokens_that_only_validation_has_are_not_preferred(
     assert seen["validation"] - kept
 
 
-def test_a_nan_in_the_states_ends_the_run_before_the_next_checkpoint(
-    begin: Callable[..., RunFolder], tiny_verifier: Path, console: Console
+# Each makes one sample's states wrong.
+def with_nan(states: torch.Tensor) -> None:
+    states[4, 1, 5] = float("nan")
+
+
+def with_infinity(states: torch.Tensor) -> None:
+    states[4:6, 3, 0] = float("-inf")
+
+
+def with_zeros(states: torch.Tensor) -> None:
+    states[3] = 0
+
+
+def with_a_repeated_row(states: torch.Tensor) -> None:
+    states[6] = states[5]
+
+
+WRONG_STATES: list[tuple[Callable[[Any], None], str]] = [
+    (with_nan, "1 of 8 rows are not finite, the first is 4"),
+    (with_infinity, "2 of 8 rows are not finite, the first is 4"),
+    (with_zeros, "row 3 is all zero"),
+    (with_a_repeated_row, "row 6 repeats the one before, of another token"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "said"), WRONG_STATES)
+def test_states_that_must_not_be_trained_on_are_named(
+    spoil: Callable[[Any], None], said: str
 ) -> None:
+    good = random_samples()[0]
+    assert batches.fault_of(good) == ""
+    states = good.states.clone()
+    spoil(states)
+    assert batches.fault_of(replace(good, states=states)) == said
+
+
+def test_a_token_that_follows_itself_may_have_equal_states() -> None:
+    good = random_samples()[0]
+    states, ids = good.states.clone(), good.token_ids.clone()
+    states[6], ids[6] = states[5], ids[5]
+    assert batches.fault_of(replace(good, states=states, token_ids=ids)) == ""
+
+
+def test_rows_without_a_token_or_a_mask_are_named() -> None:
+    good = random_samples()[0]
+    said = batches.fault_of(replace(good, states=good.states[:-1]))
+    assert said == "7 rows, 8 tokens and a loss mask of 8"
+    said = batches.fault_of(replace(good, loss_mask=good.loss_mask[1:]))
+    assert said == "8 rows, 8 tokens and a loss mask of 7"
+
+
+@pytest.mark.parametrize(("bad", "count", "stops"), [(1, 99, True), (1, 100, False), (8, 8, True)])
+def test_more_than_one_bad_sample_in_a_hundred_stops(bad: int, count: int, *, stops: bool) -> None:
+    good = random_samples()[0]
+    states = good.states.clone()
+    with_nan(states)
+    samples = [replace(good, id=f"s{n}", states=states if n < bad else good.states)
+               for n in range(count)]  # fmt: skip
+    if not stops:
+        assert batches.unusable(samples) == {"s0": WRONG_STATES[0][1]}
+        return
+    with pytest.raises(CheckFailed, match=f"{bad} of {count} conversations .* first of them 's0'"):
+        batches.unusable(samples)
+
+
+def test_what_is_left_out_is_listed_and_the_rest_is_trained_on(
+    begin: Callable[..., RunFolder],
+    tiny_verifier: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CASE-21. Left out before the schedule is made: no step is without data, none is missing."""
+    folder = begin("run", spoilt="c3")
+    config = config_of(folder.root, tiny_verifier, epochs=1, checkpoint_every=100)
+    said = "1 of 8 conversations have states that must not be trained on, the first of them 'c3'"
+    with pytest.raises(CheckFailed, match=said):
+        train.train(config, folder, spec_of(tiny_verifier), console)
+    assert not folder.head.exists()
+    monkeypatch.setattr(batches, "UNUSABLE_SHARE", 0.2)
+    train.train(config, folder, spec_of(tiny_verifier), console)
+    left_out = json.loads((folder.train / "left-out.json").read_text())
+    assert left_out == {"c3": "1 of 8 rows are not finite, the first is 4"}
+    assert "left out for their states: 1 of 8 conversations" in console.file.getvalue()  # type: ignore[attr-defined]
+    kept = [sample for sample in random_samples()[:6] if sample.id != "c3"]
+    planned = batches.schedule(config, kept)
+    rows = [row for row in measured(folder) if row["kind"] == "step"]
+    assert [row["step"] for row in rows] == [step.number for step in planned]
+    assert all(0 < row["loss"] < 100 for row in rows)
+    assert json.loads((folder.head / "truetap.json").read_text())["steps"] == len(planned)
+
+
+@pytest.mark.parametrize("processes", ["2", "8"])
+def test_one_of_several_processes_is_refused(
+    tmp_path: Path,
+    tiny_verifier: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+    processes: str,
+) -> None:
+    """CASE-27: nothing makes several agree on a number of steps, so there is only one."""
+    monkeypatch.setenv("WORLD_SIZE", processes)
+    folder = RunFolder(tmp_path)
+    with pytest.raises(UsageError, match=f"this is one of {processes}") as refused:
+        train.train(config_of(tmp_path, tiny_verifier), folder, spec_of(tiny_verifier), console)
+    assert "torchrun" in refused.value.remedy
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(UsageError, match="there are no shards"):
+        train.train(config_of(tmp_path, tiny_verifier), folder, spec_of(tiny_verifier), console)
+
+
+def test_a_loss_that_is_nan_ends_the_run_before_the_next_checkpoint(
+    begin: Callable[..., RunFolder],
+    tiny_verifier: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(train, "unusable", lambda _: {})
     config = config_of(begin("x").root, tiny_verifier)
     order = batches.schedule(config, random_samples()[:6])
     spoilt = f"c{order[2].samples[0]}"  # not before step 3
@@ -553,6 +687,8 @@ def test_a_disk_that_is_full_leaves_no_half_checkpoint(
         ({"boundaries": [2, 4, 6, 8]}, r"shard-1 holds boundaries \[2, 4, 6, 8\]"),
         ({"boundaries": [2, 4, 5]}, r"shard-1 holds boundaries \[2, 4, 5\]"),
         ({"last_boundary_normed": True}, "shard-1 .* after the norm.*needs .* before the norm"),
+        ({"last_boundary_normed": None}, "shard-1 does not say .* before its norm"),
+        ({"boundaries": None}, "shard-1 does not say which boundaries it holds"),
     ],
 )
 def test_shards_that_must_not_be_trained_on_are_refused(

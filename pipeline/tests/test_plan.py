@@ -1,0 +1,174 @@
+"""What a run will take is computed beforehand, and a disk that fills up costs one shard."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from rich.console import Console
+
+from truetap.harness import envelope, registry, shard
+from truetap.harness.errors import CouldNotRun, IntegrityError
+from truetap.harness.model import CaptureRequest, EngineSpec, Environment
+from truetap.pipeline import extract, plan
+from truetap.pipeline.prepare import Conversation
+from truetap.pipeline.store import Store
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+CONVERSATIONS, TOKENS, WIDTH = 68_000, 1_328, 4_096  # of EAGLE's own training data
+GIB = 2**30
+
+
+@pytest.mark.parametrize(("states", "gigabytes"), [(1, 740), (4, 2_959)])
+def test_the_bytes_of_a_known_corpus(states: int, gigabytes: int) -> None:
+    """CASE-20: EAGLE-3 keeps three features and a target, four times what EAGLE-1 kept."""
+    tokens = CONVERSATIONS * TOKENS
+    need = plan.capture_bytes(tokens, states, WIDTH, "bfloat16")
+    assert round(need / 1e9) == gigabytes
+    assert plan.capture_bytes(tokens, states, WIDTH, "float32") == 2 * need
+    assert plan.told(tokens, states, WIDTH, "bfloat16") == (
+        f"90,304,000 tokens x {states} states x 4096 values x 2 bytes = {need / 1e9:,.2f} GB"
+    )
+
+
+def test_a_terabyte_holds_one_state_and_not_four() -> None:
+    one, four = (plan.capture_bytes(90_304_000, n, WIDTH, "bfloat16") for n in (1, 4))
+    plan.require_space(one, 10**12, "disk")
+    said = r"the shards need 2,959\.1 GB and disk has 1,000\.0 GB free"
+    with pytest.raises(CouldNotRun, match=said) as refused:
+        plan.require_space(four, 10**12, "disk")
+    assert refused.value.remedy
+    plan.require_space(four, four, "disk")
+    with pytest.raises(CouldNotRun):
+        plan.require_space(four, four - 1, "disk")
+
+
+def test_hidden_states_in_a_cache_take_what_they_take() -> None:
+    """CASE-16: 8,192 tokens at four boundaries of width 4,096."""
+    assert plan.capture_bytes(8_192, 4, 4_096, "bfloat16") == 256 * 2**20
+
+
+SAID = (
+    "vLLM failed at start: ValueError: To serve at least one request with the models's max seq len "
+    "({tokens}), ({needed} GiB KV cache is needed, which is larger than the available KV cache"
+)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "states", "blocks", "width", "needed", "wrong"),
+    [
+        (8_192, 4, 43, 4_096, "581.48", True),
+        (65_536, 1, 24, 1_024, "131.36", True),
+        (65_536, 4, 80, 8_192, "20.0", False),  # 4 GiB of states and a large model's own
+        (8_192, 4, 43, 4_096, "0.5", False),
+    ],
+)
+def test_an_engine_that_misprices_its_cache_is_told_from_one_that_lacks_room(
+    tokens: int, states: int, blocks: int, width: int, needed: str, *, wrong: bool
+) -> None:
+    most = plan.most_cache_bytes(tokens, states, blocks, width, "bfloat16")
+    said = plan.overpriced(SAID.format(tokens=tokens, needed=needed), most)
+    assert bool(said) == wrong
+    if wrong:
+        assert f"at most {most / GIB:.2f} GiB" in said
+    assert plan.overpriced("vLLM failed at start: RuntimeError: no such device", most) == ""
+
+
+@pytest.mark.parametrize(("needed", "said"), [("581.48", "misprices"), ("0.0004", "")])
+def test_extraction_says_so(
+    paper_verifier: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    needed: str,
+    said: str,
+) -> None:
+    def fails(_spec: Any, *, scratch: Path) -> Any:  # noqa: ARG001
+        raise CouldNotRun(SAID.format(tokens=512, needed=needed), remedy="see the log")
+
+    monkeypatch.setattr(registry, "find", lambda _: SimpleNamespace(open=fails))
+    spec = EngineSpec(str(paper_verifier), boundaries=(2, 6, 9, 12))
+    with pytest.raises(CouldNotRun, match=f"{needed} GiB KV cache.*{said}") as failed:
+        extract._opened("vllm_native", spec, tmp_path)
+    assert (failed.value.remedy == "see the log") == (not said)
+
+
+# --- a disk that fills up ----------------------------------------------------------------------
+
+
+class Writing:
+    """A capture session without an engine; ``before`` is called before each shard is written."""
+
+    def __init__(self, before: Callable[[], None]) -> None:
+        self._before = before
+
+    def run(
+        self, path: Path, requests: Sequence[CaptureRequest], masks: Sequence[bytes]
+    ) -> Iterator[str]:
+        import torch
+
+        for request in requests:
+            yield request.key
+        self._before()
+        states = [
+            torch.arange(len(r.token_ids) * 6).reshape(-1, 2, 3).float() + 1 for r in requests
+        ]
+        reply = envelope.seal(
+            "n",
+            0,
+            1,
+            lambda: shard.write_partial(path, states, [r.token_ids for r in requests], masks),
+        )
+        (self._digests,) = envelope.unseal([reply], nonce="n", world_size=1, method="flush")
+
+    def flushed(self, _requests: Any) -> dict[str, str]:
+        digests: dict[str, str] = self._digests
+        return digests
+
+
+ENVIRONMENT = Environment({"verifier": {}, "boundaries": []}, {"verifier_name": "tiny"})
+FACTS: dict[str, Any] = {"boundaries": [1, 2], "dtype": "float32", "verifier": {}}
+
+
+@pytest.mark.torch
+def test_a_disk_that_is_full_at_the_fifth_shard_leaves_four(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import safetensors.torch
+
+    conversations = [Conversation(f"c{n}", "train", (n, n + 1, n + 2), 1) for n in range(12)]
+    jobs = extract._jobs(conversations, 2)
+    store, made = Store(tmp_path), []
+
+    def full(_tensors: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    def before() -> None:
+        if len(made) == 4:
+            monkeypatch.setattr(safetensors.torch, "save_file", full)
+
+    def run() -> None:
+        counter = SimpleNamespace(count=lambda _: None)
+        for job in extract._unfinished(store, jobs, Console(file=io.StringIO())):
+            extract._make(
+                store, Writing(before), job, counter, FACTS, ENVIRONMENT, "c0ffee"  # type: ignore[arg-type]
+            )  # fmt: skip
+            made.append(job.name)
+
+    with pytest.raises(CouldNotRun, match="No space left on device") as failed:
+        run()
+    assert "finished shards are kept" in failed.value.remedy
+    assert len(store.samples([c.id for c in conversations[:8]])) == 8
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".jsonl", *[".safetensors"] * 4]
+    with pytest.raises(IntegrityError, match="4 of 12 conversations have no captures"):
+        store.samples([c.id for c in conversations])
+    monkeypatch.undo()
+    made.append("not full any more")
+    run()
+    assert made[-2:] == [job.name for job in jobs[4:]]
+    assert len(store.samples([c.id for c in conversations])) == 12
