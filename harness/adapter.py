@@ -46,7 +46,12 @@ class Session(Protocol):
 
 
 class Adapter(Protocol):
-    """One way to get captures out of one engine."""
+    """One way to get captures out of one engine.
+
+    It may have an attribute ``evidence``, "live" where it has none: a report of anything else
+    certifies nothing. It may have a method ``settings(scratch)``, which returns the fields of
+    ``EngineSpec`` that it can be opened with, in place of the suite's defaults.
+    """
 
     name: str
 

@@ -13,7 +13,8 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -193,41 +194,53 @@ class Tape:
         Raises CheckFailed, and leaves ``folder`` as it was, if the cassette is over its budget or
         its text holds what must not be published.
         """
-        import numpy as np
-        from safetensors.numpy import save
+        manifest = {"format": FORMAT, **asdict(session), "calls": self._calls}
+        save(folder, f"cassette {session.case}", manifest, self._encoder)
 
-        manifest = {"format": FORMAT, **asdict(session)}
-        manifest |= {"tensors": self._encoder.described, "calls": self._calls}
-        text = _one_item_a_line(manifest)
-        if leaks := scrub.leaks(text):
-            raise CheckFailed(
-                f"cassette {session.case} is not written: its manifest holds {', '.join(leaks)}",
-                remedy="scrub it where it is recorded",
-            )
-        arrays = {
-            name: np.frombuffer(raw, dtype=np.uint8) for name, raw in self._encoder.blobs.items()
-        }
-        files = {MANIFEST: text.encode(), TENSORS: save(arrays)}
-        if (size := sum(map(len, files.values()))) > BUDGET:
-            raise CheckFailed(
-                f"cassette {session.case} is not written: {size} bytes, {BUDGET} are allowed",
-                remedy="record fewer calls in one case",
-            )
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # One folder holds the new cassette, and the old one while they change places.
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".cassette-") as scratch:
-            new = Path(scratch) / "new"
-            new.mkdir()
-            for name, content in files.items():
-                with (new / name).open("wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-            if folder.exists():
-                folder.rename(Path(scratch) / "old")
-            new.rename(folder)
-            _fsync(folder)
-            _fsync(folder.parent)
+
+def save(
+    folder: Path,
+    name: str,
+    manifest: Mapping[str, Any],
+    encoder: Encoder,
+    *,
+    budget: int = BUDGET,
+) -> None:
+    """Write a manifest, and the tensors that its trees name, to ``folder`` in one step.
+
+    ``name`` is for messages. Raises CheckFailed as ``Tape.write`` does.
+    """
+    import numpy as np
+    from safetensors.numpy import save as saved
+
+    text = _one_item_a_line({**manifest, "tensors": encoder.described})
+    if leaks := scrub.leaks(text):
+        raise CheckFailed(
+            f"{name} is not written: its manifest holds {', '.join(leaks)}",
+            remedy="scrub it where it is recorded",
+        )
+    arrays = {blob: np.frombuffer(raw, dtype=np.uint8) for blob, raw in encoder.blobs.items()}
+    files = {MANIFEST: text.encode(), TENSORS: saved(arrays)}
+    if (size := sum(map(len, files.values()))) > budget:
+        raise CheckFailed(
+            f"{name} is not written: {size} bytes, {budget} are allowed",
+            remedy="record fewer calls in one case",
+        )
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # One folder holds the new cassette, and the old one while they change places.
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".cassette-") as scratch:
+        new = Path(scratch) / "new"
+        new.mkdir()
+        for file_name, content in files.items():
+            with (new / file_name).open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        if folder.exists():
+            folder.rename(Path(scratch) / "old")
+        new.rename(folder)
+        _fsync(folder)
+        _fsync(folder.parent)
 
 
 def read(folder: Path, *, with_torch: bool = False) -> Cassette:
@@ -237,16 +250,7 @@ def read(folder: Path, *, with_torch: bool = False) -> Cassette:
     ``RecordedTensor`` if not or if their bytes were not kept. Raises IntegrityError if a file is
     missing or damaged, CheckFailed if the format is one that this version does not read.
     """
-    try:
-        manifest = json.loads((folder / MANIFEST).read_bytes())
-        if (found := manifest.get("format")) != FORMAT:
-            raise CheckFailed(
-                f"{folder} has the format {found!r}, this version reads {FORMAT}",
-                remedy="use the version of truetap that recorded it",
-            )
-        described: dict[str, dict[str, Any]] = manifest["tensors"]
-        blobs = _checked_blobs(folder, described)
-        decoder = Decoder(described, blobs, with_torch=with_torch)
+    with opened(folder, FORMAT, with_torch=with_torch) as (manifest, decoder):
         fields = {name: manifest[name] for name in ("case", "world_size", "model_licence")}
         session = Session(
             **fields,
@@ -255,6 +259,26 @@ def read(folder: Path, *, with_torch: bool = False) -> Cassette:
             recorded=Recorded(**manifest["recorded"]),
         )
         return Cassette(session, tuple(_call(call, decoder) for call in manifest["calls"]))
+
+
+@contextmanager
+def opened(
+    folder: Path, format_: str, *, with_torch: bool = False
+) -> Iterator[tuple[dict[str, Any], Decoder]]:
+    """Give the manifest of a cassette, and what reads its trees.
+
+    What fails in the body for want of something is told as damage, as ``read`` does.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+        if (found := manifest.get("format")) != format_:
+            raise CheckFailed(
+                f"{folder} has the format {found!r}, this version reads {format_}",
+                remedy="use the version of truetap that recorded it",
+            )
+        described: dict[str, dict[str, Any]] = manifest["tensors"]
+        blobs = _checked_blobs(folder, described)
+        yield manifest, Decoder(described, blobs, with_torch=with_torch)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise _damaged(folder, f"{type(error).__name__}: {error}") from error
 
@@ -328,8 +352,9 @@ INDEX = "INDEX.json"
 
 
 def index(fixtures: Path) -> dict[str, dict[str, Any]]:
-    """Return size and SHA-256 of every file below ``fixtures/cassettes``, by relative path."""
-    files = sorted(path for path in (fixtures / "cassettes").rglob("*") if path.is_file())
+    """Return size and SHA-256 of every recorded file below ``fixtures``, by relative path."""
+    recorded = (fixtures / kind for kind in ("cassettes", "captures"))
+    files = sorted(path for kind in recorded for path in kind.rglob("*") if path.is_file())
     return {
         path.relative_to(fixtures).as_posix(): {
             "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),

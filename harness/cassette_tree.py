@@ -74,7 +74,8 @@ class Encoder:
     Encode a reply before the next call is made: a view of the engine's buffers changes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, kept_up_to: int = KEPT_UP_TO) -> None:
+        self._kept_up_to = kept_up_to
         self.described: dict[str, dict[str, Any]] = {}
         """Kind, dtype, shape and digest of every tensor, by the name that trees give it."""
         self.blobs: dict[str, bytes] = {}
@@ -136,7 +137,7 @@ class Encoder:
             "dtype": dtype,
             "shape": list(shape),
             "sha256": digest,
-            "kept": len(raw) <= KEPT_UP_TO,
+            "kept": len(raw) <= self._kept_up_to,
         }
         for name, earlier in self.described.items():
             if earlier == described:

@@ -37,6 +37,10 @@ class CouldNotRun(TruetapError):
     exit_code = 3
 
 
+class NotRecorded(CouldNotRun):
+    """A recording was asked for what is not in it, so it says nothing either way."""
+
+
 class IntegrityError(TruetapError):
     """Bytes on disk are not the bytes that were recorded: bad digest or bad signature."""
 

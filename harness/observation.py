@@ -16,7 +16,7 @@ import numpy as np
 
 from truetap.harness import contract, verifier
 from truetap.harness.adapter import Session
-from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
+from truetap.harness.errors import CouldNotRun, NotRecorded, TruetapError, UsageError
 from truetap.harness.model import CaptureBatch, CaptureRequest, EngineSpec, Environment
 from truetap.harness.reference import Reference, ReferenceStates
 
@@ -189,9 +189,14 @@ def observe(
 
 
 def answered(call: Callable[[], CaptureBatch]) -> Answer:
-    """Return the captures, or the error that came in their place."""
+    """Return the captures, or the error that came in their place.
+
+    A recording that lacks the answer is neither: ``NotRecorded`` is raised.
+    """
     try:
         return call()
+    except NotRecorded:
+        raise
     except TruetapError as error:
         return Refusal.of(error)
 

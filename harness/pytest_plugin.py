@@ -184,6 +184,7 @@ class SuiteRun:
         self._scratch = scratch
         self._session: Any = None
         self.environment: dict[str, Any] = {}
+        self.evidence = "live"
 
     def observe(self) -> Any:
         """Open the adapter and drive it through the core workload."""
@@ -195,7 +196,8 @@ class SuiteRun:
         if not name:
             raise UsageError("name the adapter under test", remedy="--adapter vllm_native")
         adapter = registry.find(name)
-        spec = suite_options.spec(self._config, self._scratch)
+        self.evidence = getattr(adapter, "evidence", "live")
+        spec = suite_options.spec(self._config, self._scratch, adapter)
         started = time.monotonic()
         _say(f"opening {name}")
         self._session = adapter.open(spec, scratch=self._scratch)
@@ -281,7 +283,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     run = item.config.stash.get(_RUN, None)
     # Plain builtins: a report may travel between processes.
     environment = json.loads(json.dumps(run.environment)) if run else {}
-    vars(told)[FACTS] = {"environment": environment, "tests": item.config.stash[_TESTS][clause_id]}
+    vars(told)[FACTS] = {
+        "environment": environment,
+        "evidence": run.evidence if run else "live",
+        "tests": item.config.stash[_TESTS][clause_id],
+    }
     if call.excinfo is None:
         if call.when == "call":
             _record(item, told, {OUTCOME: "pass"})

@@ -37,6 +37,24 @@ def tiny_llama(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
     return _build(directory, "tiny_llama", "Llama", settings, seed)
 
 
+def narrow_llama(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
+    """Write a Llama as ``tiny_llama``, of width 32, for recordings that have to stay small; 0.7 MB.
+
+    A recording is judged against a verifier that is built anew, so these weights are the same bytes
+    on every machine and with every release of torch and transformers.
+    """
+    settings = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,  # the least that vLLM's CPU kernels have
+        "initializer_range": 0.24,
+        "num_hidden_layers": num_blocks,
+    }
+    return _build(directory, "narrow_llama", "Llama", settings, seed, reproducible=True)
+
+
 def tiny_qwen3(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
     """Write a Qwen3: as ``tiny_llama``, with norms on queries and keys; 7 MB."""
     settings = {"num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": num_blocks}
@@ -119,6 +137,7 @@ def tiny_deepseek_v3(
 Builder = Callable[..., Path]
 FAMILIES: dict[str, Builder] = {
     "llama": tiny_llama,
+    "llama_narrow": narrow_llama,
     "qwen3": tiny_qwen3,
     "qwen3_next": tiny_qwen3_next,
     "deepseek_v3": tiny_deepseek_v3,
@@ -134,6 +153,7 @@ def _build(
     seed: int,
     *,
     unsaid: dict[str, Any] | None = None,
+    reproducible: bool = False,
 ) -> Path:
     try:
         import torch
@@ -149,8 +169,11 @@ def _build(
         torch.manual_seed(seed)
         model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():
+        if reproducible:
+            _initialise(model, config.initializer_range, seed)
         for name, weight in model.named_parameters():
-            if "norm" in name:  # half off its neutral value, which is 1, or 0 for (1 + weight)
+            # Half off its neutral value, which is 1, or 0 for (1 + weight).
+            if "norm" in name and not reproducible:
                 weight.copy_(weight - 0.5 + torch.rand(weight.shape, generator=generator))
         for name, bias in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -164,3 +187,19 @@ def _build(
     marker = {"built_by": f"truetap.harness.random_verifier.{builder}", "seed": seed}
     (directory / "truetap.json").write_text(json.dumps(marker))
     return directory
+
+
+def _initialise(model: Any, scale: float, seed: int) -> None:
+    """Give every weight the same bytes everywhere, drawn evenly with deviation ``scale``.
+
+    transformers initialises otherwise from release to release, and torch's normal distribution
+    differs in the last bit from machine to machine. Norms are up to half off from 1.
+    """
+    import numpy as np
+    import torch
+
+    drawn = np.random.RandomState(seed)  # its stream is frozen
+    for name, weight in sorted(model.named_parameters()):
+        values = drawn.random_sample(tuple(weight.shape)).astype(np.float32)
+        spread = (values - np.float32(0.5)) * np.float32(12**0.5 * scale)
+        weight.copy_(torch.from_numpy(np.float32(0.5) + values if "norm" in name else spread))

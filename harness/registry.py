@@ -2,7 +2,8 @@
 
 They come from the entry-point groups ``truetap.adapters``, ``truetap.channels`` and
 ``truetap.stores``, ours and third parties' alike. The name ``FAULT@NAME`` gives NAME with a fault
-of its kind's ``mutants``; ``subprocess:PATH`` is the capture adapter that runs an executable.
+of its kind's ``mutants``; ``subprocess:PATH`` is the capture adapter that runs an executable, and
+``replay:PATH`` the one that plays a recording back.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ def _find(group: str, name: str) -> Any:
         from truetap.harness.adapters import subprocess_adapter
 
         return subprocess_adapter.SubprocessAdapter(name.removeprefix(subprocess_adapter.PREFIX))
+    if group == ADAPTERS and name.startswith("replay:"):
+        from truetap.harness.adapters import replay
+
+        return replay.ReplayAdapter(name.removeprefix(replay.PREFIX))
     fault, at, inner = name.partition("@")  # at the first: a path may hold another
     if at:
         mutants = import_module(f"truetap.harness.{group.removeprefix('truetap.')}.mutants")

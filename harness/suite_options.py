@@ -194,11 +194,16 @@ def spec_record(config: pytest.Config) -> dict[str, Any]:
     return record
 
 
-def spec(config: pytest.Config, scratch: Path) -> EngineSpec:
-    """Return the whole spec of a run; builds a small random verifier if none is named."""
+def spec(config: pytest.Config, scratch: Path, subject: object = None) -> EngineSpec:
+    """Return the whole spec of a run; builds a small random verifier if none is named.
+
+    ``subject`` is the adapter, whose own settings stand in for the defaults.
+    """
     from truetap.harness import boundaries, random_verifier, verifier
 
     record = spec_record(config)
+    if own := getattr(subject, "settings", None):
+        record = own(scratch) | record
     if not record.get("model"):
         record["model"] = str(random_verifier.tiny_llama(scratch / "tiny-llama"))
     if not record.get("boundaries"):

@@ -22,7 +22,8 @@ CLAUSE, OUTCOME, SAW = "truetap_clause", "truetap_outcome", "truetap_saw"
 REPRODUCE, EXPECTED = "truetap_reproduce", "truetap_expected"
 """Properties of a test; they travel with its report, and into JUnit files."""
 FACTS = "truetap_facts"
-"""Attribute of a test's report: the environment it ran in, and how many tests its clause has."""
+"""Attribute of a test's report: where it ran, on what evidence, and how many tests its clause
+has."""
 SLOT, UNTIL = "truetap_slot", "truetap_until"
 """What an xdist worker is told: its place among the workers, and when the run ends."""
 
@@ -91,6 +92,9 @@ class Reporter:
         self._tests[clause.id] = facts.get("tests", 0)
         if environment := facts.get("environment"):
             self._report.environment = environment
+        # One test on a recording, and no part of the run speaks for an engine.
+        if (evidence := facts.get("evidence", "live")) != "live":
+            self._report.evidence = evidence
         refused = report.when == "setup" and outcome == "refused"
         if outcome is not None and (report.when == "call" or report.failed or refused):
             self._finished[clause.id].add(report.nodeid)

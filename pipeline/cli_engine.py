@@ -154,7 +154,7 @@ def _print_table(all_facts: Sequence[dict[str, Any]], as_json: bool) -> None:
     "--into",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the recordings of this engine, one folder a case.",
+    help="Folder for the recordings of this engine, one folder a case; with --captures, for one.",
 )
 @click.option("--case", "cases", multiple=True, help="Record only this case; can be repeated.")
 @click.option(
@@ -163,20 +163,49 @@ def _print_table(all_facts: Sequence[dict[str, Any]], as_json: bool) -> None:
     help="Verifier to load (default: a small Llama with random weights, made here).",
 )
 @click.option("--force", is_flag=True, help="Record anew what is there already.")
-def record(into: Path, cases: tuple[str, ...], model: Path | None, force: bool) -> None:
+@click.option("--captures", is_flag=True, help="Record what a capture path gives to the suite.")
+@click.option("--adapter", metavar="NAME", help="The capture path to record.")
+@click.option("--family", metavar="NAME", help="Verifier to build for it (default: llama_narrow).")
+@click.option("--seed", type=int, help="The verifier's seed (default: 0).")
+def record(
+    into: Path,
+    cases: tuple[str, ...],
+    model: Path | None,
+    force: bool,
+    captures: bool,
+    adapter: str | None,
+    family: str | None,
+    seed: int | None,
+) -> None:
     """Record what the installed engine really replies, in every mode, for replay anywhere.
 
     Starts real engines with two workers, makes every call, and writes down what came back,
     untouched, stale and failed replies included. Judging is somebody else's: see the tests.
     Finished cases are kept, so an interrupted recording continues.
-    """
+
+    With --captures: open one capture path on a random verifier, make the calls of the suite's core
+    profile, and write down what it gave. The suite judges that with --adapter replay:DIR.
+
+    \b
+    truetap record --into fixtures/cassettes/vllm-0.32.0
+    truetap record --captures --adapter vllm_native --into fixtures/captures/NAME
+    """  # noqa: D301
+    console = _console()
+
+    def progress(line: str) -> None:
+        console.print(line, highlight=False, markup=False)
+
+    if captures:
+        if cases or model or adapter is None:
+            raise UsageError("--captures takes --adapter, and neither --case nor --model")
+        from truetap.harness.record_captures import record_captures
+
+        named = {"family": family, "seed": seed}
+        chosen: Any = {name: value for name, value in named.items() if value is not None}
+        record_captures(adapter, into, force=force, progress=progress, **chosen)
+        return
+    if adapter or family or seed is not None:
+        raise UsageError("--adapter, --family and --seed go with --captures")
     from truetap.harness.record import record as recorded
 
-    console = _console()
-    recorded(
-        into,
-        cases=cases or None,
-        model=model,
-        force=force,
-        progress=lambda line: console.print(line, highlight=False, markup=False),
-    )
+    recorded(into, cases=cases or None, model=model, force=force, progress=progress)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from truetap.harness.adapter import Adapter, Session
 from truetap.harness.adapters.faults import layers, replies, rows, settings
@@ -39,6 +40,19 @@ class MutantAdapter:
         self._fault = fault
         self._inner = inner
         self.name = f"{fault}@{inner.name}"
+        self.evidence = getattr(inner, "evidence", "live")
+
+    def settings(self, scratch: Path) -> dict[str, Any]:
+        """Return the settings that the real adapter can be opened with; empty: any.
+
+        Of its boundaries those remain which are there with what the fault needs to see.
+        """
+        find = getattr(self._inner, "settings", None)
+        own: dict[str, Any] = find(scratch) if find else {}
+        if "boundaries" in own:
+            seen, early = own["boundaries"], range(FAULTS[self._fault].early + 1)
+            own["boundaries"] = tuple(k for k in seen if all(k - e in seen for e in early))
+        return own
 
     def open(self, spec: EngineSpec, *, scratch: Path) -> MutantSession:
         """Open the real adapter at the boundaries that the fault needs to see."""

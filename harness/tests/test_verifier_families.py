@@ -71,7 +71,7 @@ def hooked(model: Path) -> tuple[Any, Any, Any]:
 
 def test_the_reference_equals_hooks(model: Path, states: ReferenceStates) -> None:
     boundaries, normed, logprobs = hooked(model)
-    assert boundaries.shape == (13, len(TOKENS), 128)
+    assert boundaries.shape == (13, len(TOKENS), verifier.describe(model).hidden_size)
     np.testing.assert_array_equal(states.boundaries, boundaries)
     np.testing.assert_array_equal(states.normed_last, normed)
     following = logprobs[np.arange(len(TOKENS) - 1), TOKENS[1:]]

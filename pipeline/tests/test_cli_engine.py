@@ -65,6 +65,17 @@ def test_the_table_follows_the_facts() -> None:
         (["surface", "not a version"], 2, "not a version"),
         (["record"], 2, "--into"),
         (["record", "--into", "{here}", "--case", "nonsense"], 2, "nonsense"),
+        (["record", "--into", "{here}", "--adapter", "vllm_rpc"], 2, "go with --captures"),
+        (["record", "--into", "{here}", "--captures"], 2, "--captures takes --adapter"),
+        (
+            ["record", "--into", "{here}", "--captures", "--adapter", "vllm_rpc", "--case", "uni"],
+            *(2, "neither --case"),
+        ),
+        (["record", "--into", "{here}", "--captures", "--adapter", "nobodys"], 2, "nobodys"),
+        (
+            ["record", "--into", "{here}", "--captures", "--adapter", "vllm_rpc", "--family", "x"],
+            *(2, "no family 'x'"),
+        ),
     ],
 )
 def test_bad_input_is_one_sentence(
