@@ -17,18 +17,71 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
+from truetap.conformance.strategies_faults import (
+    Fault,
+    FaultKind,
+    FaultSchedule,
+    FaultyCall,
+    faults,
+    junk,
+)
+from truetap.conformance.strategies_schedules import (
+    Job,
+    Move,
+    Part,
+    Schedule,
+    Step,
+    life,
+    schedules,
+)
 from truetap.harness.reply import ABSENT, Call
+
+__all__ = [
+    "BOUNDARY_RELEASES",
+    "DRAWS",
+    "PAYLOADS",
+    "WORLD_SIZES",
+    "Fault",
+    "FaultKind",
+    "FaultSchedule",
+    "FaultyCall",
+    "Hangs",
+    "Job",
+    "Move",
+    "Part",
+    "Schedule",
+    "Slice",
+    "Step",
+    "answer",
+    "batches",
+    "boundary_lists",
+    "calls",
+    "chunk_budgets",
+    "examples",
+    "faults",
+    "junk",
+    "life",
+    "load_draws",
+    "payload",
+    "payloads",
+    "schedules",
+    "variants",
+    "written",
+]
 
 DRAWS = {"dev": 5, "ci": 15, "gpu": 60, "nightly": 400}
 """How many examples each hypothesis profile draws; ``--draws`` chooses. All but ``nightly`` draw
 the same ones every time."""
 
 
-def load_draws(name: str) -> None:
-    """Make a hypothesis profile the present one."""
+def load_draws(name: str, *, times: int = 1) -> None:
+    """Make a hypothesis profile the present one.
+
+    ``times``: how many examples are drawn for one of ``DRAWS``, where none of them asks an engine.
+    """
     settings.register_profile(
         f"truetap-{name}",
-        max_examples=DRAWS[name],
+        max_examples=times * DRAWS[name],
         deadline=None,  # engines are slow at first use
         derandomize=name != "nightly",
         database=None,
@@ -37,6 +90,19 @@ def load_draws(name: str) -> None:
         phases=(Phase.explicit, Phase.generate, Phase.shrink),
     )
     settings.load_profile(f"truetap-{name}")
+    global _present  # noqa: PLW0603 - as hypothesis itself has one present profile
+    _present = name
+
+
+_present = "ci"
+
+
+def examples(ci: int) -> int:
+    """Return how many examples the present profile draws where ``ci`` draws so many: at least 1.
+
+    For ``max_examples`` of tests whose examples cost more, or less, than others.
+    """
+    return max(1, ci * DRAWS[_present] // DRAWS["ci"])
 
 
 @dataclass(frozen=True)

@@ -49,9 +49,10 @@ class ClauseResult:
         )
 
     def add(self, outcome: Outcome, saw: str) -> None:
-        """Count one more case; the worst outcome stays."""
+        """Count one more case; the worst outcome stays, whatever order the cases come in."""
         self.cases += 1
-        if _SEVERITY.index(outcome) > _SEVERITY.index(self.outcome):
+        worse = _SEVERITY.index(outcome) - _SEVERITY.index(self.outcome)
+        if worse > 0 or (worse == 0 and saw and (not self.saw or saw < self.saw)):
             self.outcome, self.saw = outcome, saw
 
 

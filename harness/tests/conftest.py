@@ -12,7 +12,19 @@ from typing import Any
 
 import pytest
 
+from truetap.conformance import strategies
 from truetap.harness.collect_worker import CollectWorker
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw as many examples as ``--draws`` says, ten times over: none of ours asks an engine."""
+    strategies.load_draws(config.getoption("draws"), times=10)
+
+
+@pytest.fixture(autouse=True)
+def _draws(pytestconfig: pytest.Config) -> None:
+    """Come back to that profile after tests that judge as the suite does, with one of its own."""
+    strategies.load_draws(pytestconfig.getoption("draws"), times=10)
 
 
 class FakeWorker(CollectWorker):

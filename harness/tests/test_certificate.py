@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from truetap.conformance import strategies
 from truetap.harness import certificate, contract, report
 from truetap.harness.certificate import Certificate, Reason
 from truetap.harness.errors import CheckFailed, IntegrityError, TruetapError, UsageError
@@ -384,7 +385,7 @@ def judged(data: bytes) -> list[Reason]:
             return [Reason("error", str(error), error.remedy)]
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=strategies.examples(400))
 @given(data=st.data())
 def test_no_changed_value_of_the_predicate_is_accepted(data: st.DataObject) -> None:
     statement = issued()
@@ -397,7 +398,7 @@ def test_no_changed_value_of_the_predicate_is_accepted(data: st.DataObject) -> N
     assert bool(judged(json.dumps(statement).encode())) != same
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=strategies.examples(200))
 @given(position=st.integers(0), byte=st.integers(0, 255))
 def test_no_changed_byte_changes_what_is_accepted(position: int, byte: int) -> None:
     original = json.dumps(issued(), indent=1).encode()

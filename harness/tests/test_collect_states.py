@@ -13,15 +13,13 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
+from truetap.conformance import strategies
 from truetap.harness import collect as module
 from truetap.harness.collect import CollectFailed, EngineUnusable, WorkerFailed, collect, readmit
 
 RUN = settings(
-    max_examples=150,
+    max_examples=strategies.examples(150),
     stateful_step_count=30,
-    deadline=None,
-    database=None,
-    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
 
@@ -133,7 +131,9 @@ def test_no_order_of_failures_gives_a_wrong_value(
             seen["refused"] += 1
 
     run_state_machine_as_test(machine(fakes, call, again), settings=RUN)
-    assert all(count > 20 for count in seen.values()), f"the machine did not come far: {seen}"
+    assert all(count > strategies.examples(20) for count in seen.values()), (
+        f"the machine did not come far: {seen}"
+    )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from truetap.conformance import strategies
 from truetap.harness import envelope
 from truetap.harness.errors import CouldNotRun
 
@@ -84,7 +85,7 @@ FAULTS: dict[str, Callable[[Replies, int], Any]] = {
 }
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=strategies.examples(400))
 @given(world_size=WORLD_SIZES, data=st.data(), fault=st.sampled_from(sorted(FAULTS)))
 def test_problems_are_found_exactly_where_there_are_some(
     world_size: int, data: st.DataObject, fault: str

@@ -113,7 +113,7 @@ def test_every_mode_of_every_release(version: str) -> None:
         lambda call: st.tuples(st.just(call), strategies.payloads(call.world_size))
     ),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=strategies.examples(300), deadline=None)
 def test_each_rank_gets_its_own_payload(version: str, drawn: tuple[Call, list[Any]]) -> None:
     call, sent = drawn
     assert not complaint(normalise, version, call, sent)
@@ -225,7 +225,7 @@ ANSWERED = [
 
 
 @given(st.sampled_from(ANSWERED), st.sampled_from(FAULTS))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=strategies.examples(300), deadline=None)
 def test_with_a_nonce_no_fault_gets_through(drawn: tuple[str, Call], fault: str) -> None:
     version, call = drawn
     nonce = envelope.new_nonce()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -183,3 +184,15 @@ def test_a_corrupt_report_is_an_integrity_error(tmp_path: Path, data: bytes) -> 
 def test_a_folder_in_place_of_a_report_is_an_integrity_error(tmp_path: Path) -> None:
     with pytest.raises(IntegrityError, match="not a readable"):
         report.load(tmp_path)
+
+
+@pytest.mark.parametrize("outcome", ["pass", "fail", "error"])
+def test_what_was_seen_does_not_depend_on_which_worker_was_first(outcome: Outcome) -> None:
+    cases = [("width 16", outcome), ("", outcome), ("width 32", outcome)]
+    told = set()
+    for order in permutations(cases):
+        clause = ClauseResult("LAYERS-004", "", "MUST")
+        for saw, what in order:
+            clause.add(what, saw)
+        told.add((clause.outcome, clause.saw, clause.cases))
+    assert told == {(outcome, "width 16", 3)}

@@ -7,6 +7,7 @@ stand-in scheduler reorders, cuts prompts into chunks, preempts, decodes, pads a
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from truetap.conformance import strategies
+from truetap.conformance.strategies import Schedule, schedules
 from truetap.harness.adapters import rpc_schedule, rpc_worker
 from truetap.harness.adapters.rpc_schedule import KEY_PREFIX, Span
 from truetap.harness.adapters.rpc_worker import Recorded, Recorder
@@ -26,12 +29,9 @@ from truetap.harness.adapters.rpc_worker import Recorded, Recorder
 pytestmark = pytest.mark.torch
 
 BOUNDARIES = (0, 1, 3)
-ROOM = 64  # rows of a pass, padding included
+ROOM = 256  # rows of a pass, padding included
 RUN = settings(
-    max_examples=60,
-    deadline=None,
-    database=None,
-    derandomize=True,
+    max_examples=strategies.examples(60),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 
@@ -317,6 +317,76 @@ def test_a_wrong_schedule_is_found_out(context: Any, fault: Any) -> None:
         serve(runner, requests, rng)
         found |= set(complaints(recorder, requests))
     assert found
+
+
+def follow(runner: Any, recorder: Recorder, schedule: Schedule) -> None:
+    """Run every step of ``schedule`` on ``runner``, and a dummy run after it; take at the end.
+
+    AssertionError unless each completed prompt has its own rows, all of them, and of the others
+    there are as many as were computed.
+    """
+    ids = [
+        f"{KEY_PREFIX if job.wanted else 'other:'}c0ffee:{index}-ab12cd34"
+        for index, job in enumerate(schedule.jobs)
+    ]
+    seen: dict[int, set[int]] = {}
+    for step in schedule.steps:
+        planned = []
+        for part in step.parts:
+            prompt = list(schedule.jobs[part.job].prompt)
+            one = Request(ids[part.job], prompt, computed=part.position)
+            one.tokens = [0] * part.position + list(part.tokens)
+            planned.append((one, len(part.tokens)))
+            computed = range(part.position, part.position + len(part.tokens))
+            if ids[part.job].startswith(KEY_PREFIX):
+                seen.setdefault(part.job, set()).update(set(computed) & set(range(len(prompt))))
+        if planned:
+            runner.execute_model(planned, 2)
+        runner.dummy_run(5)
+    seen = {job: rows for job, rows in seen.items() if rows}
+    taken, others = recorder.take([ids[job].partition("-")[0] for job in seen])
+    assert not others, f"{others} others\n{schedule}"
+    for job, recorded in zip(seen, taken, strict=True):
+        prompt = list(schedule.jobs[job].prompt)
+        rows = sorted(seen[job])
+        assert recorded is not None, f"nothing of job {job}\n{schedule}"
+        assert recorded.rows() == len(rows), f"job {job}: other rows are there\n{schedule}"
+        assert recorded.token_ids[rows].tolist() == [prompt[row] for row in rows], (
+            f"job {job}: other tokens\n{schedule}"
+        )
+        assert recorded.states[rows].equal(expected(prompt)[rows]), (
+            f"job {job}: other states\n{schedule}"
+        )
+        if job in schedule.completed():
+            assert len(rows) == len(prompt), f"job {job}: rows missing\n{schedule}"
+
+
+@RUN
+@given(schedule=schedules(sharing=False))
+def test_every_row_of_a_drawn_schedule(make_runner: MakeRunner, schedule: Schedule) -> None:
+    runner = make_runner(make_model("hidden and residual"))
+    follow(runner, watched(runner), schedule)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "steps"),
+    [
+        (in_order_of_submission, "other", 3),
+        (with_dummy_rows, "other", 2),
+    ],
+)
+def test_a_wrong_schedule_shrinks(context: Any, fault: Any, said: str, steps: int) -> None:
+    @settings(RUN, max_examples=2000)
+    @given(schedules(sharing=False))
+    def holds(schedule: Schedule) -> None:
+        runner = RunnerV1(make_model("stream"), context)
+        follow(runner, watched(runner, lambda: fault(runner, rpc_schedule.spans(runner))), schedule)
+
+    with pytest.raises(AssertionError) as found:
+        holds()
+    complaint, _, smallest = str(found.value).partition("\n")
+    assert said in complaint, f"{complaint}\n{smallest}"
+    assert 0 < len(re.findall(r"^ *step \d", smallest, re.MULTILINE)) <= steps, smallest
 
 
 class Aliasing(Recorder):

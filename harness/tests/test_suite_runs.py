@@ -260,7 +260,7 @@ def test_a_failure_comes_with_the_command_that_repeats_it(run: SuiteRunner) -> N
 def test_one_clause_alone(run: SuiteRunner) -> None:
     run("--clause", "LAYERS-004", "--clause", "ROWS-001", failing=("ROWS-003",))
     assert run.code == 0, run.output
-    assert "4 passed, 6 deselected" in run.output
+    assert f"4 passed, {len(CORE) - 2} deselected" in run.output
     passed = {name for name, outcome in run.outcomes.items() if outcome == "pass"}
     assert passed == {"LAYERS-004", "ROWS-001"}
     assert run.report["verdict"] == "inconclusive"
@@ -286,12 +286,12 @@ def test_the_suites_own_tests_are_chosen_by_clause(run: SuiteRunner) -> None:
 
 @WORKERS
 def test_a_run_where_nothing_ran_is_not_green(run: SuiteRunner, workers: tuple[str, ...]) -> None:
-    run(*workers, "-k", "nothing")
+    run(*workers, "-k", "no_such_test")
     assert run.code == pytest.ExitCode.NO_TESTS_COLLECTED
     assert set(run.outcomes.values()) == {"not_run"}
     assert run.report["verdict"] == "inconclusive"
     suite = run.pytester.runpytest_subprocess(
-        *("-c", run.ini, "--pyargs", "truetap.conformance", "--adapter", "x", "-k", "nothing"),
+        *("-c", run.ini, "--pyargs", "truetap.conformance", "--adapter", "x", "-k", "no_such_test"),
         timeout=300,
     )
     assert int(suite.ret) == pytest.ExitCode.NO_TESTS_COLLECTED
@@ -305,7 +305,7 @@ def test_a_run_that_skipped_everything_is_not_green(
     run: SuiteRunner, workers: tuple[str, ...]
 ) -> None:
     run(*workers, tests=SKIPPING)
-    assert "10 skipped" in run.output
+    assert f"{len(CORE) + 2} skipped" in run.output
     assert run.code == pytest.ExitCode.NO_TESTS_COLLECTED
     assert run.report["verdict"] == "inconclusive"
     assert run("--collect-only", tests=SKIPPING).code == 0

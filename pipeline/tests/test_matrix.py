@@ -303,7 +303,7 @@ def test_what_is_no_report_is_one_sentence_and_an_exit_code(
 def test_the_verb_writes_the_page(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     code, output = verb(FIXTURES, "--out", page)
-    assert (code, output) == (0, f"{page}: {len(list(FIXTURES.glob('*.json')))} report\n")
+    assert (code, output) == (0, f"{page}: {len(list(FIXTURES.glob('*.json')))} reports\n")
     assert "SmolLM2-135M-Instruct" in page.read_text()
     assert verb(FIXTURES, "--out", tmp_path / "gone" / "page.html")[0] == 2
     assert verb(FIXTURES)[0] == 2
