@@ -43,7 +43,9 @@ test: $(LINKS) ## ruff, mypy, and the tests, the live and slow ones too
 	$(BIN)/ruff check . || failed+=' ruff-check'
 	$(BIN)/ruff format --check . || failed+=' ruff-format'
 	$(BIN)/mypy || failed+=' mypy'
-	$(BIN)/python -m pytest -m 'not nightly' --durations=25 || failed+=' pytest'
+	# What neither loads torch nor starts an engine can share the cores.
+	$(BIN)/python -m pytest -n 2 -m 'not (torch or live or nightly)' || failed+=' pytest-light'
+	$(BIN)/python -m pytest -m '(torch or live) and not nightly' --durations=25 || failed+=' pytest'
 	if [[ $$failed ]]; then echo "FAILED:$$failed" >&2; exit 1; fi
 
 nightly: $(LINKS) ## the tests that repeat on other verifiers what others do on one (half an hour)
