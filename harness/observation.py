@@ -40,8 +40,10 @@ class Refusal:
     """True if there was no engine to ask (``CouldNotRun``), which is neither yes nor no."""
 
     @classmethod
-    def of(cls, error: TruetapError) -> Refusal:
+    def of(cls, error: Exception) -> Refusal:
         """Return what an error means in place of captures."""
+        if not isinstance(error, TruetapError):
+            return cls(f"{type(error).__name__}: {error}", loud=False)
         return cls(str(error), isinstance(error, UsageError), isinstance(error, CouldNotRun))
 
 
@@ -189,7 +191,7 @@ def observe(
 
 
 def answered(call: Callable[[], CaptureBatch]) -> Answer:
-    """Return the captures, or the error that came in their place.
+    """Return the captures, or the error that came in their place, whatever its class.
 
     A recording that lacks the answer is neither: ``NotRecorded`` is raised.
     """
@@ -197,7 +199,7 @@ def answered(call: Callable[[], CaptureBatch]) -> Answer:
         return call()
     except NotRecorded:
         raise
-    except TruetapError as error:
+    except Exception as error:
         return Refusal.of(error)
 
 

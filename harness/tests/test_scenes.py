@@ -11,7 +11,7 @@ import pytest
 from truetap.conformance import judge
 from truetap.conformance.same import captured
 from truetap.harness import contract, scenes
-from truetap.harness.errors import CheckFailed, CouldNotRun, TruetapError, UsageError
+from truetap.harness.errors import CheckFailed, CouldNotRun, UsageError
 from truetap.harness.model import (
     CaptureBatch,
     CaptureRequest,
@@ -44,7 +44,7 @@ def base(**facts: Any) -> Observation:
 class Session:
     """Answers every call with nothing, or with an error."""
 
-    def __init__(self, error: TruetapError | None = None) -> None:
+    def __init__(self, error: Exception | None = None) -> None:
         self.asked: list[list[CaptureRequest]] = []
         self.closed = False
         self._error = error
@@ -115,10 +115,11 @@ def test_prompts_around_the_budget_are_captured_alone_too() -> None:
         (UsageError("this engine is never compiled"), Refused),
         (CouldNotRun("no compiler"), CouldNotRun),
         (CheckFailed("a row is missing"), pytest.fail.Exception),
+        (IndexError("index out of range in self"), pytest.fail.Exception),
     ],
 )
 def test_what_an_error_in_place_of_captures_means(
-    error: TruetapError, outcome: type[BaseException]
+    error: Exception, outcome: type[BaseException]
 ) -> None:
     session = Session(error)
     seen = scenes.play(base(), lambda _spec, _name: session, ["ENGINE-002"])  # type: ignore[arg-type]
