@@ -212,7 +212,7 @@ def test_a_bad_file_of_expectations_is_a_usage_error(run: SuiteRunner) -> None:
 
 def test_what_the_suite_itself_expects_is_found_by_name(run: SuiteRunner) -> None:
     run(adapter="vllm_native")
-    assert "expectations/vllm_native.toml, 3 in all" in run.output
+    assert "expectations/vllm_native.toml, 6 in all" in run.output
     run(adapter="off-by-one@vllm_native")
     assert "expectations" not in run.output
 
