@@ -82,9 +82,8 @@ def test_damage_is_never_returned(store_seen: StoreObservation, saw: Saw) -> Non
     for damage in store_seen.damaged:
         read = damage.read
         refused += read.refused
-        assert not read.wrong and (read.refused or not read.error), (  # noqa: PT018
-            f"{damage.file}, {damage.how}: {read.fault}"
-        )
+        assert not read.wrong, f"{damage.file}, {damage.how}: {read.fault}"
+        assert read.refused or not read.error, f"{damage.file}, {damage.how}: {read.fault}"
     saw(
         f"{len(store_seen.damaged)} ways to damage {len(store_seen.files)} files, {refused} refused"
     )

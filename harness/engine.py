@@ -26,8 +26,10 @@ from typing import Any, Literal, TypeVar
 import psutil
 
 from truetap.harness import reaper
+from truetap.harness.boundaries import to_vllm_layer_id
 from truetap.harness.deadline import bounded as _bounded
 from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
+from truetap.harness.model import EngineSpec
 
 T = TypeVar("T")
 Kind = Literal["llm", "in-process", "async"]
@@ -83,6 +85,36 @@ def _refuse_missing_gpus(tensor_parallel_size: int) -> None:
             f"{torch.cuda.device_count()} are visible",
             remedy="lower tensor_parallel_size, or show more GPUs in CUDA_VISIBLE_DEVICES",
         )
+
+
+def arguments_of(spec: EngineSpec) -> dict[str, Any]:
+    """Return what vLLM's ``LLM`` must be told for the settings of ``spec``, capture excepted."""
+    arguments: dict[str, Any] = {
+        "model": spec.model,
+        "dtype": spec.dtype,
+        "tensor_parallel_size": spec.tensor_parallel_size,
+        "max_model_len": spec.max_model_len,
+        "max_num_batched_tokens": spec.max_num_batched_tokens,
+        "max_num_seqs": spec.max_num_seqs,
+        "enforce_eager": spec.enforce_eager,
+        "enable_prefix_caching": spec.enable_prefix_caching,
+        "seed": spec.seed,
+        "skip_tokenizer_init": True,
+    }
+    if spec.kv_cache_blocks is not None:
+        arguments["num_gpu_blocks_override"] = spec.kv_cache_blocks
+        arguments["disable_log_stats"] = False  # counts preemptions
+    return arguments
+
+
+def hidden_states_config(boundaries: Sequence[int]) -> dict[str, Any]:
+    """Return the ``speculative_config`` that has vLLM cache these boundaries of every token."""
+    layer_ids = [to_vllm_layer_id(boundary) for boundary in boundaries]
+    return {
+        "method": "extract_hidden_states",
+        "num_speculative_tokens": 1,
+        "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}},
+    }
 
 
 class VllmEngine:

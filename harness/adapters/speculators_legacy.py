@@ -19,7 +19,7 @@ from typing import Any
 from truetap.harness import envelope, environment, verifier
 from truetap.harness.boundaries import check
 from truetap.harness.channels.live_engine import executor_of
-from truetap.harness.engine import Prompt, VllmEngine
+from truetap.harness.engine import Prompt, VllmEngine, arguments_of
 from truetap.harness.errors import CouldNotRun, UsageError
 from truetap.harness.model import Capture, CaptureBatch, CaptureRequest, EngineSpec, Environment
 
@@ -152,19 +152,7 @@ def _layers(reply: Any) -> list[Any]:
 
 
 def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    blocks = {"num_gpu_blocks_override": spec.kv_cache_blocks} if spec.kv_cache_blocks else {}
-    return {
-        "model": spec.model,
-        "dtype": spec.dtype,
-        "tensor_parallel_size": spec.tensor_parallel_size,
-        "max_model_len": spec.max_model_len,
-        "max_num_batched_tokens": spec.max_num_batched_tokens,
-        "max_num_seqs": spec.max_num_seqs,
-        "enforce_eager": True,
-        "enable_prefix_caching": spec.enable_prefix_caching,
-        "seed": spec.seed,
-        "skip_tokenizer_init": True,
+    return arguments_of(spec) | {
         "distributed_executor_backend": "mp",
         "worker_extension_cls": f"{_WORKER}.LegacyWorker",
-        **blocks,
     }

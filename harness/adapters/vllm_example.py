@@ -15,8 +15,14 @@ from typing import Any
 
 from truetap.harness import deadline, envelope, environment, verifier
 from truetap.harness.adapters.vllm_worker import CaptureWorker
-from truetap.harness.boundaries import check, to_vllm_layer_id
-from truetap.harness.engine import Finished, Prompt, VllmEngine
+from truetap.harness.boundaries import check
+from truetap.harness.engine import (
+    Finished,
+    Prompt,
+    VllmEngine,
+    arguments_of,
+    hidden_states_config,
+)
 from truetap.harness.errors import CouldNotRun, UsageError
 from truetap.harness.model import Capture, CaptureBatch, CaptureRequest, EngineSpec, Environment
 
@@ -166,29 +172,12 @@ def _refuse_without_cuda() -> None:
 
 
 def _engine_arguments(spec: EngineSpec, storage: Path) -> dict[str, Any]:
-    layer_ids = [to_vllm_layer_id(boundary) for boundary in spec.boundaries]
-    blocks = {"num_gpu_blocks_override": spec.kv_cache_blocks} if spec.kv_cache_blocks else {}
-    return {
-        "model": spec.model,
-        "dtype": spec.dtype,
-        "tensor_parallel_size": spec.tensor_parallel_size,
-        "max_model_len": spec.max_model_len,
-        "max_num_batched_tokens": spec.max_num_batched_tokens,
-        "max_num_seqs": spec.max_num_seqs,
-        "enforce_eager": spec.enforce_eager,
-        "enable_prefix_caching": spec.enable_prefix_caching,
-        "seed": spec.seed,
-        "skip_tokenizer_init": True,
+    return arguments_of(spec) | {
         "worker_extension_cls": _WORKER,  # for facts about the engine; it takes no part in capture
-        "speculative_config": {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}},
-        },
+        "speculative_config": hidden_states_config(spec.boundaries),
         "kv_transfer_config": {
             "kv_connector": "ExampleHiddenStatesConnector",
             "kv_role": "kv_producer",
             "kv_connector_extra_config": {"shared_storage_path": str(storage)},
         },
-        **blocks,
     }

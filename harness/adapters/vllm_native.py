@@ -15,8 +15,14 @@ from typing import Any
 import numpy as np
 
 from truetap.harness import envelope, environment, shard, verifier
-from truetap.harness.boundaries import check, to_vllm_layer_id
-from truetap.harness.engine import Finished, Prompt, VllmEngine
+from truetap.harness.boundaries import check
+from truetap.harness.engine import (
+    Finished,
+    Prompt,
+    VllmEngine,
+    arguments_of,
+    hidden_states_config,
+)
 from truetap.harness.errors import CheckFailed, UsageError
 from truetap.harness.model import Capture, CaptureBatch, CaptureRequest, EngineSpec, Environment
 
@@ -260,31 +266,12 @@ def _supported(spec: EngineSpec) -> tuple[int, ...]:
 
 
 def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "model": spec.model,
-        "dtype": spec.dtype,
-        "tensor_parallel_size": spec.tensor_parallel_size,
-        "max_model_len": spec.max_model_len,
-        "max_num_batched_tokens": spec.max_num_batched_tokens,
-        "max_num_seqs": spec.max_num_seqs,
-        "enforce_eager": spec.enforce_eager,
-        "enable_prefix_caching": spec.enable_prefix_caching,
-        "seed": spec.seed,
-        "skip_tokenizer_init": True,
-    }
-    if spec.kv_cache_blocks is not None:
-        arguments["num_gpu_blocks_override"] = spec.kv_cache_blocks
-        arguments["disable_log_stats"] = False  # counts preemptions
+    arguments = arguments_of(spec)
     if not spec.boundaries:
         return arguments
-    layer_ids = [to_vllm_layer_id(boundary) for boundary in spec.boundaries]
     return arguments | {
         "worker_extension_cls": "truetap.harness.adapters.vllm_worker.CaptureWorker",
-        "speculative_config": {
-            "method": "extract_hidden_states",
-            "num_speculative_tokens": 1,
-            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": layer_ids}},
-        },
+        "speculative_config": hidden_states_config(spec.boundaries),
         "kv_transfer_config": {
             "kv_connector": "CaptureConnector",
             "kv_connector_module_path": _CONNECTOR,

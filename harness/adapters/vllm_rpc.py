@@ -23,7 +23,7 @@ from truetap.harness import envelope, environment, verifier
 from truetap.harness.adapters.rpc_schedule import KEY_PREFIX
 from truetap.harness.boundaries import check
 from truetap.harness.collect import collect
-from truetap.harness.engine import Prompt, VllmEngine
+from truetap.harness.engine import Prompt, VllmEngine, arguments_of
 from truetap.harness.errors import CheckFailed, UsageError
 from truetap.harness.model import Capture, CaptureBatch, CaptureRequest, EngineSpec, Environment
 
@@ -243,19 +243,6 @@ def _refuse_gaps(by_rank: Mapping[int, Any], requests: Sequence[CaptureRequest])
 
 
 def _engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    tight: dict[str, Any] = {}
-    if spec.kv_cache_blocks is not None:  # statistics count preemptions
-        tight = {"num_gpu_blocks_override": spec.kv_cache_blocks, "disable_log_stats": False}
-    return tight | {
-        "model": spec.model,
-        "dtype": spec.dtype,
-        "tensor_parallel_size": spec.tensor_parallel_size,
-        "max_model_len": spec.max_model_len,
-        "max_num_batched_tokens": spec.max_num_batched_tokens,
-        "max_num_seqs": spec.max_num_seqs,
-        "enforce_eager": spec.enforce_eager,
-        "enable_prefix_caching": spec.enable_prefix_caching,
-        "seed": spec.seed,
-        "skip_tokenizer_init": True,
+    return arguments_of(spec) | {
         "worker_extension_cls": "truetap.harness.adapters.rpc_worker.RpcWorker",
     }
