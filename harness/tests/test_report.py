@@ -196,3 +196,10 @@ def test_what_was_seen_does_not_depend_on_which_worker_was_first(outcome: Outcom
             clause.add(what, saw)
         told.add((clause.outcome, clause.saw, clause.cases))
     assert told == {(outcome, "width 16", 3)}
+
+
+@pytest.mark.parametrize("clause_id", contract.CLAUSES)
+def test_a_refusal_holds_only_where_it_may_be(clause_id: str) -> None:
+    clause = ClauseResult(clause_id, "", "MUST", "refused", 1)
+    assert clause.holds == contract.CLAUSES[clause_id].refusable
+    assert not ClauseResult("ROWS-999", "", "MUST", "refused", 1).holds
