@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from truetap.harness.errors import CheckFailed, UsageError
+from truetap.harness.errors import CheckFailed, IntegrityError, UsageError
 from truetap.pipeline.config import RunConfig
+from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.store import Sample
 
 if TYPE_CHECKING:
@@ -26,6 +27,20 @@ class Step:
     number: int
     epoch: int
     samples: tuple[int, ...]
+
+
+def require_own_tokens(samples: Mapping[Conversation, Sample]) -> None:
+    """Raise if a shard has a conversation's id and another one's tokens: a line of another store.
+
+    Its digests and its certificate are right then, and its states are another text's.
+    """
+    for conversation, sample in samples.items():
+        same = tuple(sample.token_ids.tolist()) == conversation.token_ids
+        if not same or bytes(sample.loss_mask.tolist()) != conversation.loss_mask:
+            raise IntegrityError(
+                f"the shards hold other tokens for {sample.id!r} than its conversation has",
+                remedy="run truetap extract again: it redoes exactly the shards that are bad",
+            )
 
 
 def unusable(samples: Iterable[Sample]) -> dict[str, str]:

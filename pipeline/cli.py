@@ -47,6 +47,12 @@ def _checked_mutant(context: click.Context, _parameter: click.Parameter, name: s
     return name
 
 
+def _checked_reason(_context: click.Context, _parameter: click.Parameter, text: str | None) -> Any:
+    from truetap.pipeline import uncertified
+
+    return uncertified.checked_reason(text)
+
+
 CONFIG = click.argument("config", type=click.Path(dir_okay=False, path_type=Path))
 MUTANT = click.option(
     "--mutant",
@@ -55,6 +61,13 @@ MUTANT = click.option(
     is_eager=True,
     help="Break the capture on purpose, to see the gate deny: first-boundary-only, off-by-one, "
     "residual-missing, last-boundary-post-norm, rows-shifted, ... ('list' lists all).",
+)
+ALLOW_UNCERTIFIED = click.option(
+    "--allow-uncertified",
+    metavar="REASON",
+    callback=_checked_reason,
+    help="Go on although the gate denies, and say why. It is recorded in every shard, checkpoint "
+    "and head made from it, and without it such shards are not trained on.",
 )
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
@@ -239,22 +252,52 @@ def prepare(stage: Stage) -> None:
 
 @app.command()
 @CONFIG
+@ALLOW_UNCERTIFIED
 @_stage
-def extract(stage: Stage) -> None:
+def extract(stage: Stage, allow_uncertified: str | None) -> None:
     """Capture the conversations into verified shards, if the gate allows it."""
     from truetap.pipeline import extract as extraction
 
-    extraction.extract(stage.config, stage.folder, stage.spec, stage.console)
+    extraction.extract(
+        stage.config,
+        stage.folder,
+        stage.spec,
+        stage.console,
+        allow_uncertified=allow_uncertified,
+    )
 
 
 @app.command()
 @CONFIG
+@ALLOW_UNCERTIFIED
 @_stage
-def train(stage: Stage) -> None:
-    """Train an EAGLE-3 draft head on the shards; continue from the last checkpoint."""
+def train(stage: Stage, allow_uncertified: str | None) -> None:
+    """Train an EAGLE-3 draft head on the shards; continue from the last checkpoint.
+
+    Every shard must have a certificate that was valid, and for these workers, when it was made.
+    """
     from truetap.pipeline import train as training
 
-    training.train(stage.config, stage.folder, stage.spec, stage.console)
+    training.train(
+        stage.config,
+        stage.folder,
+        stage.spec,
+        stage.console,
+        allow_uncertified=allow_uncertified,
+    )
+
+
+@app.command("export-dataset")
+@CONFIG
+@_stage
+def export_dataset(stage: Stage) -> None:
+    """Write the conversations as speculators' own trainer reads them, to train with it.
+
+    It then reads the states from the run's shards, verified: docs/speculators.md.
+    """
+    from truetap.pipeline import arrow_dataset
+
+    arrow_dataset.export(stage.config, stage.folder, stage.spec, stage.console)
 
 
 @app.command()
@@ -273,16 +316,22 @@ def evaluate(stage: Stage, as_json: bool) -> None:
 @app.command()
 @CONFIG
 @MUTANT
-def run(config: Path, mutant: str | None) -> None:
+@ALLOW_UNCERTIFIED
+def run(config: Path, mutant: str | None, allow_uncertified: str | None) -> None:
     """Do all stages: conform, certify, gate, prepare, extract, train, evaluate, report.
 
     A second run continues where the last one stopped, and redoes nothing that is finished.
     """
     from truetap.pipeline import run as whole
 
+    if mutant and allow_uncertified:
+        raise UsageError(
+            "a run with --mutant ends at the gate, which --allow-uncertified would open",
+            remedy="give one of the two",
+        )
     # Does not hold the folder itself: each stage does, in a process of its own.
     stage = Stage(config, mutant)
-    whole.run(stage)
+    whole.run(stage, allow_uncertified=allow_uncertified)
 
 
 for verb in (

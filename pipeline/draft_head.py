@@ -87,8 +87,8 @@ def _quiet() -> None:
     logging.disable_progress_bar()
 
 
-def save(model: Any, target: Path, card: Mapping[str, Any]) -> None:
-    """Write the head as an engine loads it, with what it was made from beside it.
+def save(model: Any, target: Path, card: Mapping[str, Any], *, readme: str = "") -> None:
+    """Write the head as an engine loads it, with what it was made from and its card beside it.
 
     Raises ``CheckFailed``, and leaves what was there before, if that is not the whole head.
     """
@@ -97,6 +97,8 @@ def save(model: Any, target: Path, card: Mapping[str, Any]) -> None:
     with writing(target):
         model.save_pretrained(scratch)
         run_folder.write_json(scratch / "truetap.json", dict(card))
+        if readme:
+            run_folder.write_bytes(scratch / "README.md", readme.encode())
     export_check.require_whole(scratch, model, card["boundaries"][:-1])
     shutil.rmtree(target, ignore_errors=True)
     scratch.rename(target)

@@ -20,7 +20,7 @@ import numpy as np
 from truetap.harness.engine import Finished, Prompt, VllmEngine
 from truetap.harness.errors import CheckFailed, CouldNotRun, UsageError
 from truetap.harness.progress import bar
-from truetap.pipeline import run_folder
+from truetap.pipeline import run_folder, uncertified
 from truetap.pipeline.config import RunConfig
 from truetap.pipeline.run_folder import RunFolder
 
@@ -47,11 +47,9 @@ def evaluate(config: RunConfig, folder: RunFolder, model: Path, console: Console
     """Measure every head at every temperature; write ``evaluate/results.json``."""
     if not (folder.head / "truetap.json").exists():
         raise UsageError(f"there is no trained head in {folder.root}", remedy="run truetap train")
-    folder.claim(
-        "evaluate",
-        config.evaluate.model_dump(mode="json")
-        | {"head": run_folder.read_json(folder.head / "truetap.json")},
-    )
+    card = run_folder.read_json(folder.head / "truetap.json")
+    folder.claim("evaluate", config.evaluate.model_dump(mode="json") | {"head": card})
+    uncertified.warn(card, console)
     questions = run_folder.read_lines(folder.heldout)
     runs: list[dict[str, Any]] = []
     for head in HEADS:
@@ -63,6 +61,7 @@ def evaluate(config: RunConfig, folder: RunFolder, model: Path, console: Console
         "heldout_prompts": len(questions),
         "max_tokens": config.evaluate.max_tokens,
         "greedy_identical": identical,
+        **{name: card[name] for name in ("uncertified",) if name in card},
         "runs": [
             {k: v for k, v in run.items() if k not in ("outputs", "logprobs")} for run in runs
         ],
@@ -76,6 +75,7 @@ def evaluate(config: RunConfig, folder: RunFolder, model: Path, console: Console
                 style="yellow",
                 highlight=False,
             )
+    uncertified.warn(card, console)
     _require_identical(identical, console)
     _require_useful(runs, len(questions))
 

@@ -18,7 +18,7 @@ from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, Usa
 from truetap.harness.model import CaptureRequest, EngineSpec, Environment
 from truetap.harness.progress import Bar, bar
 from truetap.harness.pytest_plugin import suite_digest
-from truetap.pipeline import gate, plan, prepare
+from truetap.pipeline import gate, plan, prepare, provenance, uncertified
 from truetap.pipeline.config import RunConfig
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.run_folder import RunFolder
@@ -38,10 +38,18 @@ class _Job:
     conversations: Sequence[Conversation]
 
 
-def extract(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Console) -> None:
+def extract(
+    config: RunConfig,
+    folder: RunFolder,
+    spec: EngineSpec,
+    console: Console,
+    *,
+    allow_uncertified: str | None = None,
+) -> None:
     """Capture every conversation that has no verified shard yet.
 
-    The gate is asked with the facts of the workers that will do it, before the first prompt.
+    The gate is asked with the facts of the workers that will do it, before the first prompt and
+    again before each shard. If it denies, ``allow_uncertified``, a reason, lets the run go on.
     """
     facts = facts_of(config, Path(spec.model))
     folder.claim("capture", facts | config.extract.model_dump())
@@ -51,7 +59,9 @@ def extract(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Con
     jobs = _jobs(conversations, config.extract.requests_per_shard)
     for repaired in store.repair():
         console.print(repaired, style="yellow", highlight=False)
-    todo = _unfinished(store, jobs, console)
+    lacking = _without_certificate(store, jobs, console, allowed=allow_uncertified is not None)
+    names = lacking | {job.name for job in _unfinished(store, jobs, console)}
+    todo = [job for job in jobs if job.name in names]
     done = len(conversations) - sum(len(job.conversations) for job in todo)
     if not todo:
         console.print("every shard is there and verified", highlight=False)
@@ -67,12 +77,12 @@ def extract(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Con
                 remedy="use vllm_native for extraction",
             )
         environment = session.environment()
-        decision = ask_gate(config, folder, binding=environment.binding)
-        require_allowed(decision, console)
+        keeper = _Gatekeeper(config, folder, environment.binding, allow_uncertified, console)
+        keeper.standing()
         with bar(console, "captured", len(conversations), done=done) as progress:
             counter = _Counter(progress)
             for job in todo:
-                _make(store, session, job, counter, facts, environment, decision.certificate)
+                _make(store, session, job, counter, facts, environment, keeper.standing())
 
 
 def ask_gate(
@@ -103,6 +113,67 @@ def require_allowed(decision: gate.Decision, console: Console) -> None:
     raise CheckFailed(f"the gate denies this run: {', '.join(codes)}; nothing was extracted")
 
 
+def go_on_uncertified(decision: gate.Decision, console: Console, reason: str) -> None:
+    """Say loudly that a denied run goes on, or that the flag was not needed."""
+    if decision.allowed:
+        require_allowed(decision, console)
+        text = "--allow-uncertified is not needed: nothing is recorded as uncertified"
+        console.print(text, style="yellow", highlight=False)
+        return
+    uncertified.banner(console, reason, [(why.code, why.text) for why in decision.reasons])
+
+
+class _Gatekeeper:
+    """Asks the gate before every shard: a certificate may expire, or be replaced, meanwhile."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        binding: Mapping[str, Any],
+        reason: str | None,
+        console: Console,
+    ) -> None:
+        self._config, self._folder, self._binding = config, folder, binding
+        self._reason, self._console = reason, console
+        self._told: gate.Decision | None = None
+
+    def standing(self) -> dict[str, Any]:
+        """Return what the next shard's line says of its certificate; raise if it may not be made.
+
+        The time comes before the question, so a shard is never older than its permission.
+        """
+        made = datetime.now(UTC)
+        decision = ask_gate(self._config, self._folder, binding=self._binding)
+        first, news = self._told is None, decision != self._told
+        self._told = decision
+        if self._reason is None:
+            if first:
+                require_allowed(decision, self._console)
+            _require_still_allowed(decision)
+        elif news:
+            go_on_uncertified(decision, self._console, self._reason)
+        if decision.allowed and decision.certificate:
+            judged = getattr(decision, "path", None) or self._folder.certificate
+            provenance.keep(self._folder.shards, judged, decision.certificate)
+            return {"made": made.isoformat(), "certificate": decision.certificate}
+        assert self._reason is not None
+        if news:
+            uncertified.record(self._folder, self._reason, decision, made)
+        said = uncertified.entry_of(self._reason, decision)
+        return {"made": made.isoformat(), "uncertified": said}
+
+
+def _require_still_allowed(decision: gate.Decision) -> None:
+    """Raise if the gate denies the shards that are left, with what it says of them."""
+    if not decision.allowed:
+        told = "; ".join(f"{why.code}: {why.text}" for why in decision.reasons)
+        raise CheckFailed(
+            f"the gate denies the rest of this run: {told}; the shards made so far are kept",
+            remedy=decision.reasons[0].remedy,
+        )
+
+
 class _Counter:
     """Turns finished requests into progress with tokens/s."""
 
@@ -122,7 +193,7 @@ def _make(
     counter: _Counter,
     facts: Mapping[str, Any],
     environment: Environment,
-    certificate: str | None,
+    standing: Mapping[str, Any],
 ) -> None:
     """Capture one shard, check its values, publish it."""
     requests = [CaptureRequest(c.id, c.token_ids) for c in job.conversations]
@@ -151,7 +222,7 @@ def _make(
             "dtype": facts["dtype"],
             "verifier": {"name": environment.recorded["verifier_name"], **facts["verifier"]},
             "engine": {k: v for k, v in binding.items() if k not in ("verifier", "boundaries")},
-            "certificate": certificate,
+            **standing,
             "digests": digests,
             "ids": [c.id for c in job.conversations],
         }
@@ -208,6 +279,27 @@ def _unfinished(store: Store, jobs: Sequence[_Job], console: Console) -> list[_J
         if not done:
             todo.append(job)
     return todo
+
+
+def _without_certificate(
+    store: Store, jobs: Sequence[_Job], console: Console, *, allowed: bool
+) -> set[str]:
+    """Return the shards whose chain is broken, and those made uncertified unless that is allowed.
+
+    They are captured again: nothing that comes later can certify what was captured before it.
+    """
+    chain, entries = provenance.Chain(store.folder), store.entries()
+    reasons: dict[str, list[str]] = {}
+    for name in [job.name for job in jobs if job.name in entries]:
+        entry = entries[name]
+        if faults := chain.faults(entry):
+            reasons.setdefault(faults[0].text, []).append(name)
+        elif entry.get("uncertified") and not allowed:
+            reasons.setdefault("captured uncertified", []).append(name)
+    for why, names in reasons.items():
+        text = f"{provenance.listed(names)}: {why}; to be captured again"
+        console.print(text, style="yellow", highlight=False, markup=False)
+    return {name for names in reasons.values() for name in names}
 
 
 def _require_space(store: Store, todo: Sequence[_Job], spec: EngineSpec) -> None:

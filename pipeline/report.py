@@ -46,8 +46,9 @@ def headline(summary: RunSummary) -> Headline:
             f"{report.adapter} is {report.verdict}: profile {report.profile}, {report.evidence} "
             f"evidence, {passed} of {len(report.clauses)} clauses passed."
         )
+    warnings = _overruled(summary)
     if summary.evaluation is None:
-        return Headline(tone, verdict, proof, "", (), ())
+        return Headline(tone, verdict, proof, "", (), warnings)
     result, numbers = _result(summary.evaluation)
     differing = [
         f"With the {head} head, only {same} of {total} greedy outputs were identical to the "
@@ -60,11 +61,25 @@ def headline(summary: RunSummary) -> Headline:
         for run in summary.evaluation.runs
         if run.invalid
     ]
-    return Headline(tone, verdict, proof, result, numbers, (*differing, *invalid))
+    return Headline(tone, verdict, proof, result, numbers, (*warnings, *differing, *invalid))
+
+
+def _overruled(summary: RunSummary) -> tuple[str, ...]:
+    """Say what no certificate stands behind, and what the gate said when it was overruled."""
+    if not summary.uncertified:
+        return ()
+    said = [
+        f"The gate denied: {why.code}: {why.text}"
+        for denial in summary.denials
+        for why in denial.reasons
+    ]
+    return (f"UNCERTIFIED: {summary.uncertified}.", *dict.fromkeys(said))
 
 
 def _verdict(summary: RunSummary) -> tuple[Tone, str]:
     report, held = summary.conformance, summary.certificate
+    if summary.uncertified:
+        return "bad", "UNCERTIFIED: the gate denied this run and was overruled"
     if report is None:
         return "unsure", "No verdict: the conformance suite did not report"
     if report.verdict == "non-conformant":

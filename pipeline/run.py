@@ -10,11 +10,12 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from truetap.harness import reaper
-from truetap.harness.errors import CheckFailed
-from truetap.pipeline import conform, extract, report
+from truetap.harness.errors import CheckFailed, TruetapError
+from truetap.pipeline import conform, extract, report, uncertified
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,8 +23,11 @@ if TYPE_CHECKING:
     from truetap.pipeline.cli import Stage
 
 
-def run(stage: Stage) -> None:
-    """Run all stages; the gate stands before everything that costs time."""
+def run(stage: Stage, *, allow_uncertified: str | None = None) -> None:
+    """Run all stages; the gate stands before everything that costs time.
+
+    ``allow_uncertified`` is the reason for which the run goes on even if the gate denies.
+    """
     reaper.watch_over_me()
     began = time.monotonic()
     config, folder, console = stage.config, stage.folder, stage.console
@@ -31,31 +35,43 @@ def run(stage: Stage) -> None:
         console.print("the capture path has a certificate made for these settings", highlight=False)
     else:
         _title(console, "conform")
-        _verb("conform", stage, accept=(0, 1))
+        _verb("conform", stage, accept=(0, 1) if allow_uncertified is None else (0, 1, 3))
         _title(console, "certify")
         try:
             digest = conform.certify(folder)
             console.print(f"certificate issued (sha256 {digest[:16]})", highlight=False)
-        except CheckFailed:
+        except TruetapError as refusal:
+            if allow_uncertified is None and not isinstance(refusal, CheckFailed):
+                raise
             console.print("no certificate: the capture path did not pass", style="red")
     _title(console, "gate")
-    extract.require_allowed(extract.ask_gate(config, folder, binding=None), console)
+    decision = extract.ask_gate(config, folder, binding=None)
+    if allow_uncertified is None:
+        extract.require_allowed(decision, console)
+    else:
+        extract.go_on_uncertified(decision, console, allow_uncertified)
     if stage.mutant:
         console.print("a run with --mutant ends at the gate", highlight=False)
         return
     for verb in ("prepare", "extract", "train", "evaluate"):
         _title(console, verb)
-        _verb(verb, stage)
+        passed_on = allow_uncertified if verb in ("extract", "train") else None
+        _verb(verb, stage, options=("--allow-uncertified", passed_on) if passed_on else ())
     _title(console, "report")
     page = report.write_page(folder.root)
-    report.print_summary(report.load(folder.root), console)
+    summary = report.load(folder.root)
+    report.print_summary(summary, console)
     console.print(f"report: {page}", highlight=False)
+    if summary.uncertified:
+        uncertified.repeat(folder, console)
     console.print(f"done in {(time.monotonic() - began) / 60:.1f} minutes", highlight=False)
 
 
-def _verb(verb: str, stage: Stage, accept: tuple[int, ...] = (0,)) -> None:
+def _verb(
+    verb: str, stage: Stage, accept: tuple[int, ...] = (0,), options: Sequence[str] = ()
+) -> None:
     """Run one verb; end with its exit code if that is not accepted. It has told its reason."""
-    command = [sys.executable, "-m", "truetap.pipeline.cli", verb, str(stage.path)]
+    command = [sys.executable, "-m", "truetap.pipeline.cli", verb, str(stage.path), *options]
     if stage.mutant:
         command += ["--mutant", stage.mutant]
     code = subprocess.run(command, check=False).returncode

@@ -51,6 +51,16 @@ class RunFolder:
         return self.root / "shards"
 
     @property
+    def uncertified(self) -> Path:
+        """What the gate said when it was overruled; absent in most folders."""
+        return self.root / "uncertified.jsonl"
+
+    @property
+    def dataset(self) -> Path:
+        """The conversations as speculators' trainer reads them, if exported."""
+        return self.root / "dataset"
+
+    @property
     def train(self) -> Path:
         """Checkpoints and metrics of training."""
         return self.root / "train"
@@ -126,11 +136,15 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file so that it is there whole or not at all."""
+    write_bytes(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a file so that it is there whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".partial")
-    with scratch.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.write("\n")
+    with scratch.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     scratch.rename(path)

@@ -18,6 +18,7 @@ from truetap.harness import certificate, report
 from truetap.harness.certificate import Certificate
 from truetap.harness.errors import IntegrityError, UsageError
 from truetap.harness.report import ClauseResult, Report
+from truetap.pipeline import uncertified
 from truetap.pipeline.run_folder import RunFolder, read_json, read_lines
 from truetap.pipeline.store import Store
 
@@ -45,15 +46,54 @@ class VerifierName(_Record):
     weights_sha256: str
 
 
+class Overruled(_Record):
+    """What a shard's line says if the gate denied it: the reason given, and the gate's codes."""
+
+    reason: str
+    denied: tuple[str, ...]
+
+
 class Shard(_Record):
     """One line of ``shards/manifest.jsonl``."""
 
+    shard: str
     requests: int
     rows: int
     bytes: int
     boundaries: tuple[int, ...]
     dtype: str
     verifier: VerifierName
+    certificate: str | None = None
+    uncertified: Overruled | None = None
+
+
+class OverruledHead(_Record):
+    """What a head's record says of shards that had no certificate."""
+
+    shards: tuple[str, ...]
+    reasons: tuple[str, ...]
+    denied: tuple[str, ...]
+    trained_because: tuple[str, ...] = ()
+
+
+class Head(_Record):
+    """``head/truetap.json``."""
+
+    certificates: tuple[str, ...] = ()
+    uncertified: OverruledHead | None = None
+
+
+class Denial(_Record):
+    """One line of ``uncertified.jsonl``: what the gate said when it was overruled."""
+
+    class Why(_Record):
+        """One of its reasons."""
+
+        code: str
+        text: str
+
+    reason: str
+    reasons: tuple[Why, ...]
 
 
 class Metric(_Record):
@@ -110,6 +150,31 @@ class RunSummary:
     shards: tuple[Shard, ...]
     metrics: tuple[Metric, ...]
     evaluation: Evaluation | None
+    head: Head | None = None
+    denials: tuple[Denial, ...] = ()
+
+    @property
+    def uncertified_shards(self) -> tuple[Shard, ...]:
+        """The shards that were captured although the gate denied."""
+        return tuple(shard for shard in self.shards if shard.uncertified)
+
+    @property
+    def uncertified(self) -> str:
+        """Say what of this run no certificate stands behind, and why it was made; '' if nothing."""
+        told = []
+        if mine := self.uncertified_shards:
+            given = {shard.uncertified.reason for shard in mine if shard.uncertified}
+            told.append(
+                f"{len(mine)} of {len(self.shards)} shards were captured although the gate denied "
+                f"(reason given: {'; '.join(sorted(given))})"
+            )
+        if self.head and (made := self.head.uncertified):
+            given = {*made.reasons, *made.trained_because}
+            told.append(
+                f"the head was trained on {len(made.shards)} such shards "
+                f"(reason given: {'; '.join(sorted(given))})"
+            )
+        return "; ".join(told)
 
     @property
     def stages(self) -> dict[str, bool]:
@@ -163,6 +228,7 @@ def load(run_dir: Path) -> RunSummary:
     folder = RunFolder(run_dir)
     results = folder.evaluate / "results.json"
     metrics = folder.train / "metrics.jsonl"
+    card = folder.head / "truetap.json"
     store = Store(folder.shards)
     return RunSummary(
         name=run_dir.resolve().name,
@@ -175,6 +241,8 @@ def load(run_dir: Path) -> RunSummary:
         evaluation=(
             _parsed(Evaluation, [read_json(results)], results)[0] if results.exists() else None
         ),
+        head=_parsed(Head, [read_json(card)], card)[0] if card.exists() else None,
+        denials=_parsed(Denial, uncertified.rows(folder), folder.uncertified),
     )
 
 

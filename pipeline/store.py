@@ -2,7 +2,8 @@
 
 A shard counts as finished only if the manifest has its line *and* its tensors have the digests of
 that line. Everything needed to trust a shard stands in its line: verifier, boundaries, norm state,
-dtype, engine and the certificate under which it was made. The line has a digest of its own, because
+dtype, engine, the time, and the certificate under which it was made or that there was none
+(``truetap.pipeline.provenance`` follows that). The line has a digest of its own, because
 a changed byte in it can give a conversation another's states. Any number of processes may read;
 one may write (``RunFolder.lock``).
 """
@@ -13,6 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +61,12 @@ class Store:
                 raise IntegrityError(
                     f"line {number} of {self.manifest} is not as it was written", remedy=REDO
                 )
+            if not _is_plain(entry["shard"]):
+                raise IntegrityError(
+                    f"line {number} of {self.manifest} names {entry['shard']!r}, which is no file "
+                    "name of this folder",
+                    remedy=REDO,
+                )
             found[entry["shard"]] = entry
         return found
 
@@ -69,7 +77,7 @@ class Store:
         """
         done = []
         lines = run_folder.whole_lines(self.manifest)
-        sound = [line for line in lines if _entry(line) is not None]
+        sound = [line for line in lines if (e := _entry(line)) and _is_plain(e["shard"])]
         if len(sound) < len(lines):
             scratch = self.manifest.with_name(self.manifest.name + ".partial")
             scratch.write_bytes(b"".join(line + b"\n" for line in sound))
@@ -117,6 +125,8 @@ class Store:
     def verified(self, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return a shard's tensors; ``IntegrityError`` if they are not what was recorded."""
         path = self.path(entry["shard"])
+        if path.is_symlink():  # a digest can be right today and the file another's tomorrow
+            raise IntegrityError(f"shard {path} is a link, not a file of this folder", remedy=REDO)
         try:
             tensors = shard.read(path)
         except FileNotFoundError:
@@ -129,6 +139,27 @@ class Store:
                 remedy=REDO,
             )
         return tensors
+
+    def tokens(self, entry: Mapping[str, Any]) -> list[list[int]]:
+        """Return the token ids of a shard's requests, verified, without reading its states."""
+        from safetensors import safe_open
+
+        path = self.path(entry["shard"])
+        try:
+            with safe_open(path, framework="pt") as file:
+                held = {name: file.get_tensor(name) for name in ("token_ids", "offsets")}
+        except FileNotFoundError:
+            raise IntegrityError(f"shard {path} is missing", remedy=REDO) from None
+        except Exception as error:
+            raise IntegrityError(f"shard {path} cannot be read: {error}", remedy=REDO) from error
+        digests = entry.get("digests", {})
+        if wrong := [name for name in held if shard.digest(held[name]) != digests.get(name)]:
+            raise IntegrityError(
+                f"shard {path} is corrupt: {', '.join(wrong)} differ from the recorded digests",
+                remedy=REDO,
+            )
+        bounds = held["offsets"].tolist()
+        return [held["token_ids"][a:b].tolist() for a, b in pairwise(bounds)]
 
     def samples(self, ids: Sequence[str]) -> list[Sample]:
         """Return the captures of the given conversations, every shard verified first."""
@@ -151,6 +182,11 @@ class Store:
                 remedy=REDO,
             )
         return [found[sample_id] for sample_id in ids]
+
+
+def _is_plain(name: object) -> bool:
+    """Return whether a manifest names a file in its own folder, and nothing elsewhere."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def _digest(entry: Mapping[str, Any]) -> str:

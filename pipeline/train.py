@@ -21,8 +21,23 @@ from truetap.harness import verifier
 from truetap.harness.errors import CheckFailed, IntegrityError, UsageError
 from truetap.harness.model import EngineSpec
 from truetap.harness.progress import bar
-from truetap.pipeline import draft_head, prepare, run_folder
-from truetap.pipeline.batches import Batch, Step, filled, pack, schedule, unusable
+from truetap.pipeline import (
+    draft_head,
+    model_card,
+    prepare,
+    provenance,
+    run_folder,
+    uncertified,
+)
+from truetap.pipeline.batches import (
+    Batch,
+    Step,
+    filled,
+    pack,
+    require_own_tokens,
+    schedule,
+    unusable,
+)
 from truetap.pipeline.config import RunConfig
 from truetap.pipeline.run_folder import RunFolder
 from truetap.pipeline.store import Sample, Store
@@ -33,18 +48,36 @@ if TYPE_CHECKING:
 KEPT_CHECKPOINTS = 2
 
 
-def train(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Console) -> None:
-    """Train the run's draft head, continuing from its last checkpoint; export it."""
+def train(
+    config: RunConfig,
+    folder: RunFolder,
+    spec: EngineSpec,
+    console: Console,
+    *,
+    allow_uncertified: str | None = None,
+) -> None:
+    """Train the run's draft head, continuing from its last checkpoint; export it.
+
+    Shards that were captured without a certificate are refused unless ``allow_uncertified`` says
+    why they may be used; then every checkpoint and the head say so too.
+    """
     _require_alone()
     settings = config.train
     store = Store(folder.shards)
-    provenance = _provenance(store, spec)
-    folder.claim("train", settings.model_dump(mode="json") | provenance)
+    shards = provenance.examine(
+        store, boundaries=spec.boundaries, verifier=verifier.digests(Path(spec.model))
+    )
+    shards.require_certified(unless=allow_uncertified)
+    made_from = shards.as_dict()
+    folder.claim("train", settings.model_dump(mode="json") | made_from)
     if (folder.head / "truetap.json").exists():
         console.print("the draft head is trained and exported", highlight=False)
+        uncertified.warn(run_folder.read_json(folder.head / "truetap.json"), console)
         return
+    made_from = _with_reasons(folder, made_from, allow_uncertified, console)
     conversations = prepare.load(folder)
     samples = dict(zip(conversations, store.samples([c.id for c in conversations]), strict=True))
+    require_own_tokens(samples)
     bad = _left_out(folder, samples.values(), console)
     usable = {c: s for c, s in samples.items() if s.id not in bad}
     training = [s for c, s in usable.items() if c.split == "train"]
@@ -55,10 +88,38 @@ def train(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Conso
         verifier.describe(Path(spec.model)).vocab_size,
     )
     model = draft_head.build(config, spec, vocabulary)
+
+    def export(target: Path, steps: int) -> None:
+        card = {**made_from, "steps": steps}
+        counts = {"training": len(training), "validation": len(validation)}
+        draft_head.save(model, target, card, readme=model_card.render(card, config, **counts))
+
     if not folder.untrained_head.exists():
-        draft_head.save(model, folder.untrained_head, {**provenance, "steps": 0})
-    _loop(config, folder, model, training, validation, console)
-    draft_head.save(model, folder.head, {**provenance, "steps": len(schedule(config, training))})
+        export(folder.untrained_head, 0)
+    standing: dict[str, Any] = {
+        k: made_from[k] for k in ("certificates", "uncertified") if k in made_from
+    }
+    _loop(config, folder, model, training, validation, console, standing)
+    export(folder.head, len(schedule(config, training)))
+
+
+def _with_reasons(
+    folder: RunFolder, made_from: dict[str, Any], reason: str | None, console: Console
+) -> dict[str, Any]:
+    """Return what the head records, with why it was trained on uncertified shards; tell that."""
+    if "uncertified" not in made_from:
+        if reason is not None:
+            text = "every shard has a certificate: --allow-uncertified was not needed"
+            console.print(text, style="yellow", highlight=False)
+        return made_from
+    path = folder.train / "uncertified.jsonl"
+    given = [row["reason"] for row in run_folder.read_lines(path)]
+    if reason not in given:
+        run_folder.append_line(path, {"reason": reason})
+        given.append(reason)
+    recorded = {**made_from, "uncertified": {**made_from["uncertified"], "trained_because": given}}
+    uncertified.warn(recorded, console)
+    return recorded
 
 
 def _require_alone() -> None:
@@ -93,6 +154,7 @@ def _loop(
     training: Sequence[Sample],
     validation: Sequence[Sample],
     console: Console,
+    standing: Mapping[str, Any],
 ) -> None:
     import torch
     from accelerate import Accelerator
@@ -154,7 +216,7 @@ def _loop(
                         measured.update({name: float(value) for name, value in part.items()})
                     row = _row("validation", step, measured, settings.test_time_steps)
                     run_folder.append_line(metrics, row)
-                _checkpoint(accelerator, folder, step)
+                _checkpoint(accelerator, folder, step, standing)
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
@@ -190,14 +252,16 @@ def _require_finite(name: str, value: float, step: Step) -> None:
         )
 
 
-def _checkpoint(accelerator: Any, folder: RunFolder, step: Step) -> None:
+def _checkpoint(
+    accelerator: Any, folder: RunFolder, step: Step, standing: Mapping[str, Any]
+) -> None:
     """Save everything needed to continue; the newest ones are kept, whole or not at all."""
     target = folder.train / f"checkpoint-{step.number:06d}"
     scratch = target.with_name(target.name + ".partial")
     shutil.rmtree(scratch, ignore_errors=True)
     with draft_head.writing(target):
         accelerator.save_state(str(scratch))
-        run_folder.write_json(scratch / "step.json", {"step": step.number})
+        run_folder.write_json(scratch / "step.json", {"step": step.number, **standing})
     shutil.rmtree(target, ignore_errors=True)
     scratch.rename(target)
     for old in _checkpoints(folder)[:-KEPT_CHECKPOINTS]:
@@ -233,37 +297,6 @@ def _forget_after(metrics: Path, step: int) -> None:
         scratch = metrics.with_name(metrics.name + ".partial")
         scratch.write_text("".join(json.dumps(row) + "\n" for row in rows))
         scratch.rename(metrics)
-
-
-def _provenance(store: Store, spec: EngineSpec) -> dict[str, Any]:
-    """Return what the head is made from; refuse shards that no certificate stands behind."""
-    entries = list(store.entries().values())
-    if not entries:
-        raise UsageError(f"there are no shards in {store.folder}", remedy="run truetap extract")
-    for entry in entries:
-        if not entry.get("certificate"):
-            raise CheckFailed(
-                f"{entry['shard']} was made without a certificate",
-                remedy="run truetap conform, certify and extract again",
-            )
-        if entry.get("last_boundary_normed") is None or not entry.get("boundaries"):
-            raise CheckFailed(
-                f"{entry['shard']} does not say which boundaries it holds, or whether the last one "
-                "is before its norm",
-                remedy="run truetap extract again",
-            )
-        if entry["boundaries"] != list(spec.boundaries) or entry["last_boundary_normed"]:
-            raise CheckFailed(
-                f"{entry['shard']} holds boundaries {entry['boundaries']} (last one "
-                f"{'after' if entry['last_boundary_normed'] else 'before'} the norm); this run "
-                f"needs {list(spec.boundaries)} before the norm"
-            )
-    return {
-        "verifier": entries[0]["verifier"],
-        "boundaries": list(spec.boundaries),
-        "certificates": sorted({entry["certificate"] for entry in entries}),
-        "shards": {entry["shard"]: entry["digests"]["states"] for entry in entries},
-    }
 
 
 def _on(batch: Batch, device: Any) -> Batch:

@@ -16,10 +16,11 @@ FORBIDDEN = {
     "conformance": ("truetap.pipeline",),
     "pipeline": (),
 }
-HEAVY = ("torch", "vllm", "transformers", "speculators")
+HEAVY = ("torch", "vllm", "transformers", "speculators", "hs_connectors", "datasets")
 
-# Loaded by the engine inside its workers, where torch is there anyway; nothing else imports them.
-WORKER_MODULES = {"harness/adapters/vllm_connector.py"}
+# Subclasses of somebody else's classes, loaded by their program (the engine's workers, speculators'
+# trainer), where torch is there anyway; nothing else imports them.
+WORKER_MODULES = {"harness/adapters/vllm_connector.py", "pipeline/speculators_backend.py"}
 
 
 def own_sources() -> list[Path]:

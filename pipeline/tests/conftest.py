@@ -4,14 +4,53 @@ from __future__ import annotations
 
 import io
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from truetap.harness import certificate, report
+
 if TYPE_CHECKING:
     from pathlib import Path
+
+
+CERTIFIED = datetime(2026, 11, 29, 12, tzinfo=UTC)
+
+
+@pytest.fixture
+def certify() -> Callable[..., str]:
+    """Keep a certificate for a binding beside some shards; return its digest."""
+
+    def made(
+        shards: Path,
+        binding: Mapping[str, Any],
+        *,
+        created: datetime = CERTIFIED,
+        validity: timedelta = timedelta(days=30),
+    ) -> str:
+        passed = report.blank(
+            "core",
+            evidence="live",
+            adapter="vllm_native",
+            spec={},
+            suite_digest="5" * 64,
+            started=created.isoformat(),
+            environment={"binding": binding, "recorded": {"verifier_name": "tiny"}},
+        )
+        for clause in passed.clauses:
+            clause.add("pass", "")
+        folder = shards / "certificates"
+        folder.mkdir(parents=True, exist_ok=True)
+        statement = certificate.issue(passed, now=created, validity=validity)
+        digest = certificate.write(statement, folder / "new.json")
+        (folder / "new.json").rename(folder / f"{digest}.json")
+        return digest
+
+    return made
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VERBS = [
-    *("adapters", "certify", "clauses", "conform", "doctor", "evaluate", "extract", "gate"),
-    *("matrix", "prepare", "record", "run", "surface", "train"),
+    *("adapters", "certify", "clauses", "conform", "doctor", "evaluate", "export-dataset"),
+    *("extract", "gate", "matrix", "prepare", "record", "run", "surface", "train"),
 ]
 WITHOUT_CONFIG = {"adapters", "clauses", "doctor", "matrix", "record", "surface"}
 MUSTS = [id_ for id_ in contract.PROFILES["core"] if contract.CLAUSES[id_].level == "MUST"]
@@ -119,6 +119,7 @@ def test_mutants_named_in_the_help_exist() -> None:
         ("certify", "there is no conformance report at ", "run truetap conform first"),
         ("extract", "there are no conversations in ", "run truetap prepare first"),
         ("train", "there are no shards in ", "run truetap extract"),
+        ("export-dataset", "there are no shards in ", "run truetap extract"),
         ("evaluate", "there is no trained head in ", "run truetap train"),
     ],
 )
@@ -211,6 +212,25 @@ def test_a_mutant_has_a_folder_of_its_own(config: Path) -> None:
     assert [reason["code"] for reason in json.loads(done.stdout)["reasons"]] == ["certificate"]
     assert {path.name for path in run.iterdir()} - before == {"mutants"}
     assert [path.name for path in (run / "mutants").iterdir()] == ["off-by-one"]
+
+
+@pytest.mark.parametrize("verb", ["run", "extract", "train"])
+def test_a_reason_that_is_none_is_refused_before_anything_is_looked_at(
+    verb: str, tmp_path: Path
+) -> None:
+    done = truetap(verb, tmp_path / "none.toml", "--allow-uncertified", "because")
+    assert done.returncode == 2
+    assert "--allow-uncertified needs a reason of 10 characters or more" in done.stderr
+
+
+def test_a_mutant_is_not_let_past_the_gate(config: Path) -> None:
+    done = truetap(
+        *("run", config, "--mutant", "off-by-one"),
+        *("--allow-uncertified", "let us see what it does"),
+    )
+    assert done.returncode == 2
+    assert "a run with --mutant ends at the gate" in done.stderr
+    assert not (config.parent / "run").exists()
 
 
 def test_doctor_gives_json_and_an_exit_code_that_agrees() -> None:

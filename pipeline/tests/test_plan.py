@@ -156,7 +156,7 @@ def test_a_disk_that_is_full_at_the_fifth_shard_leaves_four(
         counter = SimpleNamespace(count=lambda _: None)
         for job in extract._unfinished(store, jobs, Console(file=io.StringIO())):
             extract._make(
-                store, Writing(before), job, counter, FACTS, ENVIRONMENT, "c0ffee"  # type: ignore[arg-type]
+                store, Writing(before), job, counter, FACTS, ENVIRONMENT, {}  # type: ignore[arg-type]
             )  # fmt: skip
             made.append(job.name)
 

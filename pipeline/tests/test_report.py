@@ -74,6 +74,7 @@ def shard(number: int, rows: int = 7421) -> dict[str, Any]:
         "boundaries": [2, 15, 27, 30],
         "dtype": "bfloat16",
         "verifier": {"name": "verifier", "weights_sha256": "cd" * 32},
+        "certificate": "ce" * 32,
     }
 
 

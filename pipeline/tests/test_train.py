@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from truetap.harness import shard
+from truetap.harness import shard, verifier
 from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, UsageError
 from truetap.harness.model import EngineSpec
 from truetap.pipeline import batches, draft_head, run_folder, train
@@ -147,10 +148,12 @@ def random_states(conversation: Conversation, *, spoilt: bool = False) -> torch.
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Callable[..., RunFolder]:
+def begin(
+    tmp_path: Path, tiny_verifier: Path, certify: Callable[..., str]
+) -> Callable[..., RunFolder]:
     """Make run folders whose conversations are captured, as far as training can tell."""
 
-    def made(name: str, *, spoilt: str = "") -> RunFolder:
+    def made(name: str, *, spoilt: str = "", uncertified: bool = False) -> RunFolder:
         folder = RunFolder(tmp_path / name)
         store = Store(folder.shards)
         folder.shards.mkdir(parents=True)
@@ -158,28 +161,52 @@ def begin(tmp_path: Path) -> Callable[..., RunFolder]:
         for c in conversations:
             row = {"id": c.id, "split": c.split, "token_ids": c.token_ids}
             run_folder.append_line(folder.conversations, row | {"prompt_tokens": c.prompt_tokens})
-        name = "shard-00000.safetensors"
-        digests = shard.write_partial(
-            store.path(name),
-            [random_states(c, spoilt=c.id == spoilt) for c in conversations],
-            [c.token_ids for c in conversations],
-            [c.loss_mask for c in conversations],
-        )
-        store.record(entry_of(name, digests) | {"ids": [c.id for c in conversations]})
+        digests = verifier.digests(tiny_verifier)
+        binding = ENGINE | {"verifier": digests, "boundaries": list(BOUNDARIES)}
+        standing: dict[str, Any] = {"certificate": certify(folder.shards, binding)}
+        if uncertified:
+            standing = {"uncertified": {"reason": "a trial of ours", "denied": ["LAYERS-001"]}}
+        write_shard(store, SHARD, conversations, spoilt, {**entry_of(digests), **standing})
         return folder
 
     return made
 
 
-def entry_of(name: str, digests: dict[str, str] | None = None) -> dict[str, Any]:
+SHARD = "shard-00000.safetensors"
+ENGINE: dict[str, Any] = {
+    "engine_version": "0.32.0",
+    "dtype": "bfloat16",
+    "adapter": {"name": "vllm_native", "sha256": "b" * 64},
+}
+
+
+def entry_of(digests: dict[str, str]) -> dict[str, Any]:
+    """Return what a shard's line says, but for its certificate."""
     return {
-        "shard": name,
         "boundaries": list(BOUNDARIES),
         "last_boundary_normed": False,
-        "verifier": {"name": "tiny", "weights_sha256": "ff"},
-        "certificate": "c0ffee",
-        "digests": digests or {"states": f"digest of {name}"},
+        "dtype": "bfloat16",
+        "verifier": {"name": "tiny", **digests},
+        "engine": ENGINE,
+        "made": "2026-11-30T12:00:00+00:00",
     }
+
+
+def write_shard(
+    store: Store,
+    name: str,
+    conversations: Sequence[Conversation],
+    spoilt: str,
+    entry: dict[str, Any],
+) -> None:
+    digests = shard.write_partial(
+        store.path(name),
+        [random_states(c, spoilt=c.id == spoilt) for c in conversations],
+        [c.token_ids for c in conversations],
+        [c.loss_mask for c in conversations],
+    )
+    ids = [c.id for c in conversations]
+    store.record({"shard": name, "digests": digests, "ids": ids} | entry)
 
 
 def random_samples() -> list[Sample]:
@@ -444,10 +471,11 @@ def test_the_exported_head_is_what_an_engine_loads(
         assert json.loads((head / "truetap.json").read_text()) == {
             "verifier": entry["verifier"],
             "boundaries": list(BOUNDARIES),
-            "certificates": ["c0ffee"],
+            "certificates": [entry["certificate"]],
             "shards": {"shard-00000.safetensors": entry["digests"]["states"]},
             "steps": steps,
         }
+        assert (head / "README.md").read_text().startswith("# EAGLE-3 draft head for `tiny`")
     loaded = SpeculatorModel.from_pretrained(str(folder.head)).state_dict()
     saved = tensors_of(folder.head)
     assert {"fc.weight", "lm_head.weight", "d2t", "t2d"} <= saved.keys() <= loaded.keys()
@@ -635,8 +663,6 @@ def test_a_gradient_that_is_not_finite_is_never_applied(
 def test_a_torn_checkpoint_is_named_and_the_one_before_is_used(
     begin: Callable[..., RunFolder], tiny_verifier: Path, console: Console, file: str
 ) -> None:
-    import shutil
-
     folder, spec = begin("run"), spec_of(tiny_verifier)
     config = config_of(folder.root, tiny_verifier)
     train.train(config, folder, spec, console)
@@ -678,46 +704,86 @@ def test_a_disk_that_is_full_leaves_no_half_checkpoint(
 
 # --- where the states come from ----------------------------------------------------------------
 
+WHY = "we know that it is wrong, and want to see how"
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"certificate": None}, "shard-1 was made without a certificate"),
-        ({"certificate": ""}, "shard-1 was made without a certificate"),
-        ({"boundaries": [2, 4, 6, 8]}, r"shard-1 holds boundaries \[2, 4, 6, 8\]"),
-        ({"boundaries": [2, 4, 5]}, r"shard-1 holds boundaries \[2, 4, 5\]"),
-        ({"last_boundary_normed": True}, "shard-1 .* after the norm.*needs .* before the norm"),
-        ({"last_boundary_normed": None}, "shard-1 does not say .* before its norm"),
-        ({"boundaries": None}, "shard-1 does not say which boundaries it holds"),
-    ],
-)
-def test_shards_that_must_not_be_trained_on_are_refused(
-    tmp_path: Path, tiny_verifier: Path, changed: dict[str, Any], said: str
+
+def test_shards_of_other_boundaries_or_another_verifier_are_refused(
+    begin: Callable[..., RunFolder], tiny_verifier: Path, console: Console, tmp_path: Path
 ) -> None:
-    store = Store(tmp_path)
-    store.append(entry_of("shard-0"))
-    store.append(entry_of("shard-1") | changed)
-    with pytest.raises(CheckFailed, match=said):
-        train._provenance(store, spec_of(tiny_verifier))
+    folder = begin("run")
+    config, spec = config_of(folder.root, tiny_verifier), spec_of(tiny_verifier)
+    with pytest.raises(CheckFailed, match=r"this run needs \[2, 3, 5, 8\] before the norm"):
+        train.train(config, folder, replace(spec, boundaries=(2, 3, 5, 8)), console)
+    shutil.copytree(tiny_verifier, tmp_path / "same-name")
+    (tmp_path / "same-name" / "more.safetensors").write_bytes(b"")
+    other = replace(spec, model=str(tmp_path / "same-name"))
+    with pytest.raises(CheckFailed, match="it is of another verifier: weights_sha256 "):
+        train.train(config, folder, other, console)
+    assert not folder.train.exists()
 
 
-def test_a_shard_without_any_certificate_entry_is_refused(
-    tmp_path: Path, tiny_verifier: Path
+def test_uncertified_shards_are_trained_on_for_a_reason_and_the_head_says_so(
+    begin: Callable[..., RunFolder], tiny_verifier: Path, console: Console
 ) -> None:
-    entry = entry_of("shard-0")
-    del entry["certificate"]
-    Store(tmp_path).append(entry)
-    with pytest.raises(CheckFailed, match="shard-0 was made without a certificate"):
-        train._provenance(Store(tmp_path), spec_of(tiny_verifier))
+    folder, spec = begin("run", uncertified=True), spec_of(tiny_verifier)
+    config = config_of(folder.root, tiny_verifier, epochs=1)
+    with pytest.raises(CheckFailed, match="1 of 1 shards were captured without a certificate"):
+        train.train(config, folder, spec, console)
+    assert not folder.train.exists()
+    assert not folder.untrained_head.exists()
+
+    train.train(config, folder, spec, console, allow_uncertified=WHY)
+    said = {
+        "shards": [SHARD],
+        "reasons": ["a trial of ours"],
+        "denied": ["LAYERS-001"],
+        "trained_because": [WHY],
+    }
+    for head in (folder.head, folder.untrained_head):
+        card = json.loads((head / "truetap.json").read_text())
+        assert (card["uncertified"], card["certificates"]) == (said, [])
+        readme = (head / "README.md").read_text()
+        assert readme.startswith("> **UNCERTIFIED.** This head was trained on 1 of 1 shards")
+        assert all(text in readme for text in ("a trial of ours", WHY, "LAYERS-001"))
+    for name in checkpoints(folder):
+        step = json.loads((folder.train / name / "step.json").read_text())
+        assert step["uncertified"] == said
+    assert "UNCERTIFIED: the head is trained on 1 of 1" in console.file.getvalue()  # type: ignore[attr-defined]
+
+    # Neither forgetting the flag nor a certificate that came later launders what was made.
+    with pytest.raises(CheckFailed, match="captured without a certificate"):
+        train.train(config, folder, spec, console)
+    again = begin("certified")
+    shutil.rmtree(folder.shards)
+    shutil.copytree(again.shards, folder.shards)
+    with pytest.raises(UsageError, match=r"holds results made otherwise: .*uncertified"):
+        train.train(config, folder, spec, console)
 
 
-def test_provenance_names_every_shard_and_certificate(tmp_path: Path, tiny_verifier: Path) -> None:
-    store = Store(tmp_path)
-    with pytest.raises(UsageError, match="there are no shards"):
-        train._provenance(store, spec_of(tiny_verifier))
-    for name, certificate in (("shard-0", "bb"), ("shard-1", "aa"), ("shard-2", "bb")):
-        store.append(entry_of(name) | {"certificate": certificate})
-    made_from = train._provenance(store, spec_of(tiny_verifier))
-    assert made_from["certificates"] == ["aa", "bb"]
-    assert made_from["shards"] == {f"shard-{n}": f"digest of shard-{n}" for n in range(3)}
-    assert made_from["verifier"] == {"name": "tiny", "weights_sha256": "ff"}
+def test_a_reason_that_was_not_needed_is_not_recorded(
+    begin: Callable[..., RunFolder], tiny_verifier: Path, console: Console
+) -> None:
+    folder = begin("run")
+    config = config_of(folder.root, tiny_verifier, epochs=1)
+    train.train(config, folder, spec_of(tiny_verifier), console, allow_uncertified=WHY)
+    assert "--allow-uncertified was not needed" in console.file.getvalue()  # type: ignore[attr-defined]
+    made = [path.read_text() for path in folder.root.rglob("*.json")]
+    made += [path.read_text() for path in folder.root.rglob("*.md")]
+    assert not [text for text in made if "uncertified" in text.lower() or WHY in text]
+
+
+def test_a_shard_with_a_conversations_id_and_anothers_tokens_is_refused(
+    begin: Callable[..., RunFolder], tiny_verifier: Path, console: Console
+) -> None:
+    """A line and a shard of another store, rightly certified there: only the tokens tell."""
+    folder = begin("run")
+    store = Store(folder.shards)
+    mine = store.entries()[SHARD]
+    first, second, *rest = random_conversations()
+    moved = [replace(second, id=first.id), second, *rest]
+    keep = ("boundaries", "last_boundary_normed", "dtype", "verifier", "engine", "made")
+    entry = {name: mine[name] for name in (*keep, "certificate")}
+    write_shard(store, SHARD, moved, "", entry)
+    with pytest.raises(IntegrityError, match="the shards hold other tokens for 'c0'"):
+        train.train(config_of(folder.root, tiny_verifier), folder, spec_of(tiny_verifier), console)
+    assert not folder.head.exists()
