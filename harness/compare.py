@@ -136,6 +136,19 @@ def read_slot(
     )
 
 
+def ranking(
+    states: Sequence[Float32], references: Sequence[ReferenceStates]
+) -> list[tuple[str, float]]:
+    """Return every candidate with its median row distance, nearest first; nothing is expected.
+
+    For states of which nobody knows what they are meant to be; arguments as of ``read_slot``.
+    """
+    rows = _by_candidate(states, references)
+    return sorted(
+        ((name, float(np.median(found))) for name, found in rows.items()), key=lambda c: c[1]
+    )
+
+
 def _by_candidate(
     states: Sequence[Float32], references: Sequence[ReferenceStates]
 ) -> dict[str, Float32]:

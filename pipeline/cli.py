@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
-from truetap.pipeline import cli_engine, cli_suite
+from truetap.pipeline import cli_audit, cli_engine, cli_suite
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -337,6 +337,7 @@ def run(config: Path, mutant: str | None, allow_uncertified: str | None) -> None
 for verb in (
     *(cli_engine.surface, cli_engine.record),
     *(cli_suite.clauses, cli_suite.adapters, cli_suite.matrix),
+    cli_audit.audit,
 ):
     app.add_command(verb)
 

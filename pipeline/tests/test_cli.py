@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VERBS = [
-    *("adapters", "certify", "clauses", "conform", "doctor", "evaluate", "export-dataset"),
-    *("extract", "gate", "matrix", "prepare", "record", "run", "surface", "train"),
+    *("adapters", "audit", "certify", "clauses", "conform", "doctor", "evaluate"),
+    *("export-dataset", "extract", "gate", "matrix", "prepare", "record", "run", "surface"),
+    "train",
 ]
-WITHOUT_CONFIG = {"adapters", "clauses", "doctor", "matrix", "record", "surface"}
+WITHOUT_CONFIG = {"adapters", "audit", "clauses", "doctor", "matrix", "record", "surface"}
 MUSTS = [id_ for id_ in contract.PROFILES["core"] if contract.CLAUSES[id_].level == "MUST"]
 
 
