@@ -445,15 +445,34 @@ _OF_OTHER_ENGINES = (
 )
 """Clauses that need engines with other settings, or many more captures."""
 
+_SHAPES = ("REPLY-001", "ROWS-001", "ROWS-002", "LAYERS-004")
+"""How many, how wide, of which dtype, for which tokens: nothing about what the states are."""
+
 PROFILES: dict[str, tuple[str, ...]] = {
     "core": tuple(clause_id for clause_id in _CAPTURE if clause_id not in _OF_OTHER_ENGINES),
     "full": _CAPTURE,
     "reply": _CHANNEL,
     "store": _STORE,
+    "shapes": _SHAPES,
 }
-"""Clause ids that each profile requires to have run and passed. ``core`` and ``full`` judge a
-capture adapter, with one engine and with several; ``reply`` judges a reply channel, ``store`` a
-store of captures."""
+"""Clause ids that each profile requires to have run and passed. ``shapes``, ``core`` and ``full``
+judge a capture adapter: its counts and widths alone, what it holds, and with several engines;
+``reply`` judges a reply channel, ``store`` a store of captures."""
+
+STRENGTHS = ("shapes", "core", "full")
+"""Profiles of capture adapters, weak to strong: each requires all that the one before does."""
+
+
+def satisfies(held: str, wanted: str) -> bool:
+    """Return whether having passed profile ``held`` is enough where ``wanted`` is demanded."""
+    if held in STRENGTHS and wanted in STRENGTHS:
+        return STRENGTHS.index(held) >= STRENGTHS.index(wanted)
+    return held == wanted
+
+
+def stronger(one: str, other: str) -> str:
+    """Return the stronger of two profiles of capture adapters."""
+    return max(one, other, key=STRENGTHS.index)
 
 
 def clauses_of(profile: str) -> tuple[str, ...]:

@@ -78,14 +78,56 @@ def source_digest(modules: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "weights": ("verifier",),
+    "adapter": ("adapter",),
+    "engine-release": ("engine", "engine_version"),
+    "torch": ("torch_version",),
+    "cuda": ("cuda_version",),
+    "gpu": ("device",),
+    "tensor-parallel": ("tensor_parallel_size", "pipeline_parallel_size", "world_size"),
+    "boundaries": ("boundaries",),
+    "prefix-caching": ("enable_prefix_caching",),
+}
+"""What a difference is about, by fact, in the order in which a user should look at them. All other
+facts are of the family "environment"."""
+
+
+def same(certified: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
+    """Return whether two bindings are equal as JSON, where 1 is not true and absent is not null."""
+    return binding_digest(certified) == binding_digest(present)
+
+
 def differences(certified: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """Return one sentence for each binding fact that differs, nested facts by dotted name."""
     was, now = _flat(certified), _flat(present)
+    return [_told(name, was, now) for name in _changed(was, now)]
+
+
+def differing(certified: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return family and sentence for each binding fact that differs, the first to fix first."""
+    was, now = _flat(certified), _flat(present)
+    order = [*FAMILIES, "environment"]
+    told = [(_family(name), _told(name, was, now)) for name in _changed(was, now)]
+    return sorted(told, key=lambda one: order.index(one[0]))
+
+
+def _family(name: str) -> str:
+    fact = name.partition(".")[0]
+    return next((family for family, facts in FAMILIES.items() if fact in facts), "environment")
+
+
+def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [
-        f"{name} was {was.get(name, 'absent')!r} when certified and is {now.get(name, 'absent')!r}"
+        name
         for name in sorted(was.keys() | now.keys())
         if was.get(name, "absent") != now.get(name, "absent")
     ]
+
+
+def _told(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    before, after = was.get(name, "absent"), now.get(name, "absent")
+    return f"{name} was {before!r} when certified and is {after!r}"
 
 
 def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

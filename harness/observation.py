@@ -92,7 +92,8 @@ class Observation:
     logprobs: dict[str, list[float] | None]
     """The engine's own prompt log-probabilities of some requests."""
     references: dict[str, ReferenceStates]
-    reference: Reference
+    reference: Reference | None
+    """None where nothing is judged by value: in profile ``shapes``."""
     log: str | None = None
     """What the engine's processes wrote, if the session keeps it."""
     sampled: Answer | None = None
@@ -125,7 +126,7 @@ def core_workload(model: Path, max_model_len: int, *, seed: int = 0) -> list[Cap
 def observe(
     session: Session,
     spec: EngineSpec,
-    reference: Reference,
+    reference: Reference | None,
     references: dict[str, ReferenceStates],
     say: Callable[[str], None] = lambda _: None,
     *,
@@ -134,6 +135,7 @@ def observe(
     """Drive ``session`` through the workload of a profile, scenes excepted.
 
     ``references`` is filled as needed and can be shared between observations of one verifier.
+    Without a ``reference`` only that is seen which profile ``shapes`` judges.
     """
     facts = verifier.describe(Path(spec.model))
     before = answered(partial(session.capture, []))
@@ -141,8 +143,30 @@ def observe(
     say(f"capturing {len(requests)} prompts in one batch")
     batch = session.capture(requests)
     alone = [requests[i] for i in ALONE]
-    say(f"capturing {len(alone)} of them alone, then all in another order")
+    then = ", then all in another order" if reference is not None else ""
+    say(f"capturing {len(alone)} of them alone{then}")
     singles = {request.key: session.capture([request]) for request in alone}
+    if reference is None:  # nothing will be judged by value: the rest is not asked for
+        return Observation(
+            spec=spec,
+            environment=session.environment(),
+            hidden_size=facts.hidden_size,
+            num_blocks=facts.num_blocks,
+            requests=tuple(requests),
+            before=before,
+            batch=batch,
+            singles=singles,
+            warm_requests=(),
+            warm=CaptureBatch((), ""),
+            reordered=CaptureBatch((), ""),
+            limits={},
+            afterwards=before,
+            logprobs={},
+            references={},
+            reference=None,
+            session=session,
+            profile=profile,
+        )
     warm_requests = _warm(requests)
     warm = session.capture(warm_requests)
     reordered = session.capture(_shuffled(requests))

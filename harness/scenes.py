@@ -188,6 +188,7 @@ def _references(
     """Return references of the tokens that have rows, those of the base session where equal."""
     if isinstance(together, Refusal) or not spec.boundaries:
         return {}
+    assert seen.reference is not None  # a profile that has scenes judges by value
     known = {request.key: request.token_ids for request in seen.requests}
     generated = {capture.key: capture.generated for capture in together.captures}
     found = {}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from truetap.harness import digest_cache
 from truetap.harness.errors import IntegrityError, UsageError
 
 CHUNK = 1 << 20
@@ -82,17 +82,14 @@ def digests(directory: Path) -> dict[str, str]:
         )
     return {
         "config_sha256": _file_digest(directory / "config.json"),
-        "weights_sha256": _weights_digest(
-            tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
-        ),
+        "weights_sha256": _weights_digest(files),
     }
 
 
-@lru_cache(maxsize=8)
-def _weights_digest(files: tuple[tuple[Path, int, int], ...]) -> str:
+def _weights_digest(files: Sequence[Path]) -> str:
     whole = hashlib.sha256()
-    for file, _, _ in files:
-        whole.update(f"{file.name}\0{_file_digest(file)}\n".encode())
+    for file in files:
+        whole.update(f"{file.name}\0{digest_cache.digest_of(file)}\n".encode())
     return whole.hexdigest()
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
-from truetap.pipeline import cli_audit, cli_engine, cli_suite
+from truetap.pipeline import cli_audit, cli_engine, cli_gate, cli_suite
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 EPILOG = (
     "Exit codes: 0 yes; 1 no (non-conformant, denied, failed check); 2 usage; 3 could not run; "
-    "4 integrity failure (bad digest); 130 interrupted."
+    "4 integrity failure (bad digest or signature); 130 interrupted."
 )
 
 
@@ -137,8 +137,9 @@ class Stage:
         root = self.config.output.resolve()
         if mutant:
             self.adapter = f"{mutant}@{self.adapter}"
-            # A broken capture never touches what the right one made.
+            # A broken capture never touches what the right one made, nor hides behind it.
             root = root / "mutants" / mutant
+            self.config = cli_gate.with_gate(self.config, certificates=())
         self.folder: RunFolder = RunFolder(root)
         self.model = verifiers.directory_of(self.config, self.console.print)
         self.spec: EngineSpec = verifiers.spec_of(self.config, self.model)
@@ -194,7 +195,7 @@ def conform(stage: Stage, as_json: bool) -> None:
     from truetap.pipeline import conform as suite
 
     made = suite.conform(
-        stage.adapter, stage.spec, stage.config.gate.profile, stage.folder, stage.console
+        stage.adapter, stage.spec, suite.profile_of(stage.config), stage.folder, stage.console
     )
     if as_json:
         click.echo(stage.folder.report.read_text())
@@ -210,31 +211,66 @@ def conform(stage: Stage, as_json: bool) -> None:
 @app.command()
 @CONFIG
 @MUTANT
+@cli_gate.KEY
+@cli_gate.VALID_DAYS
+@cli_gate.PROFILE
+@click.option(
+    "--with-expectations",
+    is_flag=True,
+    help="State clauses that failed as expected as such; a policy has to allow each of them.",
+)
 @_stage
-def certify(stage: Stage) -> None:
-    """Turn a conformant report with live evidence into a certificate, valid for 30 days."""
+def certify(
+    stage: Stage, key: Path | None, valid_days: int, profile: str | None, with_expectations: bool
+) -> None:
+    """Turn a conformant report with live evidence into a signed certificate.
+
+    Without a key it is unsigned: good for development, and rejected by every production policy.
+    `truetap keys new NAME` makes a key.
+    """
+    from datetime import timedelta
+
     from truetap.pipeline import conform as suite
 
-    digest = suite.certify(stage.folder)
-    stage.console.print(
-        f"certificate {stage.folder.certificate} (sha256 {digest[:16]})", highlight=False
+    issued = suite.certify(
+        cli_gate.with_gate(stage.config, profile=profile),
+        stage.folder,
+        key=key,
+        validity=timedelta(days=valid_days),
+        with_expectations=with_expectations,
     )
+    stage.console.print(
+        f"certificate {stage.folder.certificate} (sha256 {issued.digest[:16]}), "
+        f"valid until {issued.predicate['notAfter']}",
+        highlight=False,
+    )
+    if issued.signer is None:
+        stage.console.print(suite.UNSIGNED, style="bold yellow", highlight=False)
+    else:
+        stage.console.print(f"signed by {issued.signer}", highlight=False)
 
 
 @app.command()
 @CONFIG
 @MUTANT
+@cli_gate.POLICY
+@cli_gate.CERTIFICATES
 @AS_JSON
 @_stage
-def gate(stage: Stage, as_json: bool) -> None:
-    """Ask whether this run may go ahead: start its workers, compare them with the certificate."""
+def gate(stage: Stage, policy: Path | None, certificate: tuple[Path, ...], as_json: bool) -> None:
+    """Ask whether this run may go ahead: start its workers, compare them with the certificate.
+
+    All reasons to deny are told at once, the first to be fixed first. Nothing is started if the
+    files alone are enough to deny.
+    """
     from truetap.pipeline import conform as suite
     from truetap.pipeline import extract as extraction
 
-    decision = extraction.ask_gate(stage.config, stage.folder, binding=None)
+    config = cli_gate.with_gate(stage.config, policy=policy, certificates=certificate or None)
+    decision = extraction.ask_gate(config, stage.folder, binding=None)
     if decision.allowed:
         binding = suite.workers_binding(stage.adapter, stage.spec, stage.folder.logs / "gate")
-        decision = extraction.ask_gate(stage.config, stage.folder, binding=binding)
+        decision = extraction.ask_gate(config, stage.folder, binding=binding)
     if as_json:
         click.echo(json.dumps(decision.as_dict(), indent=1))
     extraction.require_allowed(decision, stage.console)
@@ -338,6 +374,7 @@ for verb in (
     *(cli_engine.surface, cli_engine.record),
     *(cli_suite.clauses, cli_suite.adapters, cli_suite.matrix),
     cli_audit.audit,
+    *(cli_gate.keys, cli_gate.verify),
 ):
     app.add_command(verb)
 

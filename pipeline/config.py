@@ -48,9 +48,16 @@ class Capture(_Table):
 
 
 class Gate(_Table):
-    """What a run demands of its certificate."""
+    """What a run demands of its certificate; see docs/gate.md."""
 
-    profile: Literal["core", "full"] = "core"
+    profile: Literal["shapes", "core", "full"] = "core"
+    """What is run, and the least that is demanded; a policy may demand more."""
+    policy: Path | None = None
+    """Default: that of development, which anybody's certificate satisfies, signed or not."""
+    key: Path | None = None
+    """Private key to sign with, unless ``--key`` or TRUETAP_KEY names another. Default: none."""
+    certificates: tuple[Path, ...] = ()
+    """Use these in place of one of the run's own; one good one is enough."""
 
 
 class Data(_Table):

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from truetap.harness import certificate, report
-from truetap.harness.errors import CouldNotRun, TruetapError
+from truetap.harness import certificate, contract, report, signing
+from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, TruetapError
 from truetap.harness.model import EngineSpec
 from truetap.harness.pytest_plugin import suite_digest
 from truetap.harness.report import Report
 from truetap.harness.suite_options import DEADLINE_S
+from truetap.pipeline import policy
+from truetap.pipeline.config import RunConfig
+from truetap.pipeline.gate import Decision
 from truetap.pipeline.run_folder import RunFolder, write_json
 
 if TYPE_CHECKING:
@@ -86,20 +90,78 @@ def show(made: Report, console: Console) -> None:
     console.print(f"{made.adapter}: {made.verdict}", style="bold", highlight=False)
 
 
-def certify(folder: RunFolder) -> str:
-    """Write a certificate for the folder's report; ``CheckFailed`` if it deserves none."""
-    statement = certificate.issue(report.load(folder.report), now=datetime.now(UTC))
-    return certificate.write(statement, folder.certificate)
+KEY_VARIABLE = "TRUETAP_KEY"
+UNSIGNED = (
+    "no key is configured: the certificate is UNSIGNED, for development only (truetap keys, "
+    "docs/gate.md)"
+)
 
 
-def still_certified(adapter: str, spec: EngineSpec, profile: str, folder: RunFolder) -> bool:
+def certify(
+    config: RunConfig,
+    folder: RunFolder,
+    *,
+    key: Path | None = None,
+    validity: timedelta = certificate.VALIDITY,
+    with_expectations: bool = False,
+) -> certificate.Certificate:
+    """Write a certificate for the folder's report; ``CheckFailed`` if it deserves none.
+
+    ``key``, else TRUETAP_KEY, else the configuration names the private key.
+    """
+    named = key or os.environ.get(KEY_VARIABLE) or config.gate.key
+    signer = signing.signer_from(Path(named)) if named else None
+    demanded = policy.load(config.gate.policy)
+    made = report.load(folder.report)
+    profile = contract.stronger(config.gate.profile, demanded.profile)
+    if not contract.satisfies(made.profile, profile):
+        raise CheckFailed(
+            f"no certificate: the report is of profile {made.profile}, not {profile}",
+            remedy="run truetap conform again",
+        )
+    statement = certificate.issue(
+        made,
+        now=datetime.now(UTC),
+        validity=validity,
+        with_expectations=with_expectations or bool(demanded.expectations),
+    )
+    certificate.write(statement, folder.certificate, signer)
+    return certificate.load(folder.certificate)
+
+
+def keep(decision: Decision, folder: RunFolder) -> None:
+    """Have a copy of the certificate that allows a run in its folder, whatever becomes of the file.
+
+    Its digest, which the shards name, stays the same.
+    """
+    if decision.path is None or decision.path.resolve() == folder.certificate.resolve():
+        return
+    data = decision.path.read_bytes()
+    if hashlib.sha256(data).hexdigest() != decision.certificate:
+        raise IntegrityError(
+            f"{decision.path} was changed since the gate judged it", remedy="ask the gate again"
+        )
+    scratch = folder.certificate.with_name(folder.certificate.name + ".partial")
+    folder.root.mkdir(parents=True, exist_ok=True)
+    scratch.write_bytes(data)
+    scratch.rename(folder.certificate)
+
+
+def profile_of(config: RunConfig) -> str:
+    """Return the profile that a run's capture path is put through: what the gate will demand."""
+    return contract.stronger(config.gate.profile, policy.load(config.gate.policy).profile)
+
+
+def still_certified(adapter: str, spec: EngineSpec, config: RunConfig, folder: RunFolder) -> bool:
     """Return True if the folder's certificate was made for these very settings and holds today.
 
     Only the gate decides, on facts of running workers; this only saves repeating the suite.
     """
+    demands = policy.load(config.gate.policy).demands(
+        config.gate.profile, suite_digest(), datetime.now(UTC)
+    )
     try:
         made_for = json.loads((folder.report.parent / "spec.json").read_text())
-        held = certificate.load(folder.certificate)
         tested = report.load(folder.report)
     except (OSError, ValueError, TruetapError):
         return False
@@ -107,13 +169,7 @@ def still_certified(adapter: str, spec: EngineSpec, profile: str, folder: RunFol
     return (
         made_for == now_wanted
         and tested.adapter == adapter
-        and not certificate.shortcomings(
-            held,
-            profile=profile,
-            suite_digest=suite_digest(),
-            now=datetime.now(UTC),
-            binding=None,
-        )
+        and not certificate.judge(folder.certificate, demands).reasons
     )
 
 

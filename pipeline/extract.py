@@ -18,7 +18,7 @@ from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, Usa
 from truetap.harness.model import CaptureRequest, EngineSpec, Environment
 from truetap.harness.progress import Bar, bar
 from truetap.harness.pytest_plugin import suite_digest
-from truetap.pipeline import gate, plan, prepare, provenance, uncertified
+from truetap.pipeline import gate, plan, policy, prepare, provenance, uncertified
 from truetap.pipeline.config import RunConfig
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.run_folder import RunFolder
@@ -89,13 +89,11 @@ def ask_gate(
     config: RunConfig, folder: RunFolder, *, binding: Mapping[str, Any] | None
 ) -> gate.Decision:
     """Ask the gate about this run, now."""
+    demanded = policy.load(config.gate.policy)
     return gate.decide(
-        certificate_path=folder.certificate,
-        report_path=folder.report,
-        profile=config.gate.profile,
-        suite_digest=suite_digest(),
-        now=datetime.now(UTC),
-        binding=binding,
+        config.gate.certificates or (folder.certificate,),
+        demanded.demands(config.gate.profile, suite_digest(), datetime.now(UTC), binding),
+        report_path=None if config.gate.certificates else folder.report,
     )
 
 
@@ -103,9 +101,12 @@ def require_allowed(decision: gate.Decision, console: Console) -> None:
     """Show the gate's decision; raise if it denies."""
     if decision.allowed:
         where = "by these very workers" if decision.workers_checked else "so far, from the files"
+        where += "" if decision.signer else " (unsigned: development only)"
         console.print(f"gate: allowed {where}", style="green", highlight=False)
         return
-    console.print("gate: denied", style="bold red", highlight=False)
+    nearest = f"; of {decision.judged} certificates {decision.path} comes nearest"
+    told = f"gate: denied{nearest if decision.judged > 1 else ''}"
+    console.print(told, style="bold red", highlight=False, markup=False)
     for reason in decision.reasons:
         console.print(f"  {reason.code}: {reason.text}", highlight=False, markup=False)
         console.print(f"    remedy: {reason.remedy}", style="dim", highlight=False, markup=False)

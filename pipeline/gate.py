@@ -7,14 +7,13 @@ that will do the extraction.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from truetap.harness import certificate, report
-from truetap.harness.certificate import Reason
+from truetap.harness.certificate import Demands, Judged, Reason
 from truetap.harness.errors import TruetapError
 
 
@@ -24,9 +23,15 @@ class Decision:
 
     reasons: tuple[Reason, ...]
     certificate: str | None
-    """SHA-256 of the certificate that was judged, hex."""
+    """SHA-256 of the certificate that allowed, or was nearest to it, hex."""
     workers_checked: bool
     """False if the facts of running workers were not yet known."""
+    path: Path | None = None
+    """The file of that certificate."""
+    signer: str | None = None
+    """Id of the key that it is signed with; None: unsigned, or not to be trusted."""
+    judged: int = 1
+    """How many certificates there were to choose from."""
 
     @property
     def allowed(self) -> bool:
@@ -38,37 +43,46 @@ class Decision:
         return {
             "allowed": self.allowed,
             "certificate": self.certificate,
+            "path": None if self.path is None else str(self.path),
+            "signer": self.signer,
             "workers_checked": self.workers_checked,
             "reasons": [asdict(reason) for reason in self.reasons],
         }
 
 
 def decide(
-    *,
-    certificate_path: Path,
-    report_path: Path,
-    profile: str,
-    suite_digest: str,
-    now: datetime,
-    binding: Mapping[str, Any] | None,
+    certificates: Sequence[Path], demands: Demands, *, report_path: Path | None = None
 ) -> Decision:
-    """Judge the certificate; where there is none, the report says why.
+    """Judge certificates: one good one allows; of none, the nearest says what is missing.
 
-    ``binding`` holds the facts of the running workers, or None before the engine is up.
+    Where there is no certificate at all, the report says why.
     """
-    reasons: list[Reason] = []
-    digest = None
-    try:
-        held = certificate.load(certificate_path)
-    except TruetapError as missing:
-        reasons += _failed_clauses(report_path)
-        reasons.append(Reason("certificate", str(missing), missing.remedy))
-    else:
-        digest = held.digest
-        reasons += certificate.shortcomings(
-            held, profile=profile, suite_digest=suite_digest, now=now, binding=binding
-        )
-    return Decision(tuple(reasons), digest, workers_checked=binding is not None)
+    files = [certificate.judge(path, demands) for path in certificates]
+    nearest = min(files, key=_distance)
+    reasons = list(nearest.reasons)
+    if report_path is not None and all(_absent(file) for file in files):
+        reasons = [*_failed_clauses(report_path), *reasons]
+    return Decision(
+        tuple(reasons),
+        nearest.digest,
+        workers_checked=demands.binding is not None,
+        path=nearest.path,
+        signer=nearest.certificate.signer if nearest.certificate else None,
+        judged=len(files),
+    )
+
+
+def _distance(judged: Judged) -> tuple[int, int]:
+    """Return how far a certificate is from allowing: first how little could be trusted of it."""
+    if judged.certificate is not None:
+        return (0, len(judged.reasons))
+    if judged.digest is not None:
+        return (1, 0)
+    return (3 if _absent(judged) else 2, 0)
+
+
+def _absent(judged: Judged) -> bool:
+    return [reason.code for reason in judged.reasons] == ["certificate"]
 
 
 def _failed_clauses(report_path: Path) -> list[Reason]:
@@ -83,5 +97,5 @@ def _failed_clauses(report_path: Path) -> list[Reason]:
             "fix the capture path; do not train on what it gives",
         )
         for clause in seen.clauses
-        if clause.level == "MUST" and clause.outcome != "pass"
+        if clause.level == "MUST" and not clause.holds
     ]

@@ -76,19 +76,23 @@ def _overruled(summary: RunSummary) -> tuple[str, ...]:
     return (f"UNCERTIFIED: {summary.uncertified}.", *dict.fromkeys(said))
 
 
+_UNCERTIFIED = "Conformant, but not certified"
+
+
 def _verdict(summary: RunSummary) -> tuple[Tone, str]:
     report, held = summary.conformance, summary.certificate
     if summary.uncertified:
         return "bad", "UNCERTIFIED: the gate denied this run and was overruled"
+    certified = held is not None and held.predicate["result"] == "pass"
     if report is None:
+        if certified:
+            return "ok", "Certified, by a certificate that was made elsewhere"
         return "unsure", "No verdict: the conformance suite did not report"
     if report.verdict == "non-conformant":
         return "bad", "Not conformant: this capture path was denied"
     if report.verdict == "inconclusive":
         return "unsure", "Inconclusive: the suite could not decide"
-    if held is None or held.predicate["result"] != "pass":
-        return "unsure", "Conformant, but not certified"
-    return "ok", "Conformant and certified"
+    return ("ok", "Conformant and certified") if certified else ("unsure", _UNCERTIFIED)
 
 
 def _result(evaluation: Evaluation) -> tuple[str, tuple[tuple[str, str], ...]]:

@@ -31,15 +31,19 @@ def run(stage: Stage, *, allow_uncertified: str | None = None) -> None:
     reaper.watch_over_me()
     began = time.monotonic()
     config, folder, console = stage.config, stage.folder, stage.console
-    if conform.still_certified(stage.adapter, stage.spec, config.gate.profile, folder):
+    if config.gate.certificates:
+        console.print("the certificates that the configuration names are used", highlight=False)
+    elif conform.still_certified(stage.adapter, stage.spec, config, folder):
         console.print("the capture path has a certificate made for these settings", highlight=False)
     else:
         _title(console, "conform")
         _verb("conform", stage, accept=(0, 1) if allow_uncertified is None else (0, 1, 3))
         _title(console, "certify")
         try:
-            digest = conform.certify(folder)
-            console.print(f"certificate issued (sha256 {digest[:16]})", highlight=False)
+            issued = conform.certify(config, folder)
+            console.print(f"certificate issued (sha256 {issued.digest[:16]})", highlight=False)
+            if issued.signer is None:
+                console.print(conform.UNSIGNED, style="yellow", highlight=False)
         except TruetapError as refusal:
             if allow_uncertified is None and not isinstance(refusal, CheckFailed):
                 raise
@@ -50,6 +54,8 @@ def run(stage: Stage, *, allow_uncertified: str | None = None) -> None:
         extract.require_allowed(decision, console)
     else:
         extract.go_on_uncertified(decision, console, allow_uncertified)
+    if decision.allowed:
+        conform.keep(decision, folder)
     if stage.mutant:
         console.print("a run with --mutant ends at the gate", highlight=False)
         return

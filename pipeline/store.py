@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truetap.harness import shard
+from truetap.harness import names, shard
 from truetap.harness.errors import IntegrityError
 from truetap.pipeline import run_folder
 
@@ -90,7 +90,9 @@ class Store:
         return done
 
     def path(self, name: str) -> Path:
-        """Return where a shard lies."""
+        """Return where a shard lies; ``IntegrityError`` for a name that leads out of the folder."""
+        if wrong := names.fault_of(name):
+            raise IntegrityError(f"{self.manifest} names a shard {name!r}: {wrong}", remedy=REDO)
         return self.folder / name
 
     def record(self, entry: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from truetap.harness import certificate, report, scrub
+from truetap.harness.certificate import Demands
 from truetap.harness.errors import TruetapError
 
 RECORDED = [
@@ -49,17 +50,13 @@ def test_a_real_report_certifies_its_own_environment_and_no_other(
         return [
             reason.text
             for reason in certificate.shortcomings(
-                held,
-                profile=seen.profile,
-                suite_digest=seen.suite_digest,
-                now=NOW,
-                binding=present,
+                held, Demands(seen.profile, seen.suite_digest, NOW, present)
             )
         ]
 
     assert reasons(binding) == []
     elsewhere = {**binding, "engine_version": "0.33.0", "boundaries": [3, 16, 28, 31]}
-    (boundaries, version) = reasons(elsewhere)
+    (version, boundaries) = reasons(elsewhere)
     assert boundaries.startswith(f"boundaries was {binding['boundaries']} when certified")
     was = binding["engine_version"]
     assert version.startswith(f"engine_version was {was!r} when certified and is '0.33.0'")

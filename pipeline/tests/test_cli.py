@@ -18,10 +18,12 @@ if TYPE_CHECKING:
 
 VERBS = [
     *("adapters", "audit", "certify", "clauses", "conform", "doctor", "evaluate"),
-    *("export-dataset", "extract", "gate", "matrix", "prepare", "record", "run", "surface"),
-    "train",
+    *("export-dataset", "extract", "gate", "keys", "matrix", "prepare", "record", "run"),
+    *("surface", "train", "verify"),
 ]
-WITHOUT_CONFIG = {"adapters", "audit", "clauses", "doctor", "matrix", "record", "surface"}
+WITHOUT_CONFIG = {
+    *("adapters", "audit", "clauses", "doctor", "keys", "matrix", "record", "surface", "verify")
+}
 MUSTS = [id_ for id_ in contract.PROFILES["core"] if contract.CLAUSES[id_].level == "MUST"]
 
 
@@ -198,7 +200,9 @@ def test_a_gate_that_denies_gives_every_reason_as_json(config: Path) -> None:
     done = truetap("gate", config, "--json")
     assert done.returncode == 1
     decision = json.loads(done.stdout)
-    assert decision.keys() == {"allowed", "certificate", "workers_checked", "reasons"}
+    assert decision.keys() == {
+        *("allowed", "certificate", "path", "signer", "workers_checked", "reasons")
+    }
     assert decision["allowed"] is False
     assert [reason["code"] for reason in decision["reasons"]] == [*failed, "certificate"]
     assert "gate: denied" in done.stderr
@@ -307,7 +311,7 @@ def run_with(
     """Run a verb that raises ``error``; return what was said."""
     from truetap.pipeline import conform
 
-    def certify(*_: Any) -> str:
+    def certify(*_: Any, **__: Any) -> str:
         raise error
 
     monkeypatch.setattr(conform, "certify", certify)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from truetap.harness import certificate, signing
 from truetap.harness.errors import CheckFailed, IntegrityError, TruetapError, UsageError
 from truetap.pipeline import provenance
 from truetap.pipeline.store import Store
@@ -107,7 +108,7 @@ def lost(path: Path) -> None:
 
 
 def tampered(path: Path) -> None:
-    path.write_text(path.read_text().replace('"pass"', '"pazz"', 1))
+    path.write_text(path.read_text().replace('"payload"', '"paylaod"', 1))
 
 
 def linked(path: Path) -> None:
@@ -271,15 +272,12 @@ def test_a_line_without_a_digest_of_its_states_is_refused(
 
 def test_a_statement_that_checks_failed_is_no_certificate(store: Store, certify: Certify) -> None:
     """Right digest, right environment, right time, but it says no."""
-    import hashlib
-
     path = store.folder / "certificates" / f"{certify(store.folder, BINDING)}.json"
     for name, value in (("result", "fail"), ("evidence", "replay")):
-        statement = json.loads(path.read_text())
+        statement = json.loads(signing.unseal(path.read_bytes()).payload)
         statement["predicate"][name] = value
-        data = json.dumps(statement).encode()
-        digest = hashlib.sha256(data).hexdigest()
-        path.with_name(f"{digest}.json").write_bytes(data)
+        digest = certificate.write(statement, path.with_name("new.json"))
+        path.with_name("new.json").rename(path.with_name(f"{digest}.json"))
         store.append(line(0, digest))
         assert "does not say that live checks passed" in str(refusal(store))
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from truetap.harness import certificate
+from truetap.harness import certificate, signing
 from truetap.harness import report as suite_report
 from truetap.harness.errors import IntegrityError, UsageError
 from truetap.harness.report import Outcome, Report
@@ -289,12 +289,38 @@ def test_nothing_but_a_proven_run_looks_like_a_yes(
     path = RunFolder(complete).report
     write(path, json.loads(path.read_text()) | {"verdict": "conformant"})
     held = RunFolder(complete).certificate
-    statement = json.loads(held.read_text())
-    statement["predicate"]["result"] = certified
-    write(held, statement)
+    statement = certificate.issue(conformance(), now=datetime(2026, 11, 29, 16, tzinfo=UTC))
+    statement["predicate"]["result"] = certified or "pass"
+    certificate.write(statement, held)
     if certified is None:
         held.unlink()
     assert report.headline(report.load(complete)).tone == tone
+
+
+@pytest.mark.parametrize(("result", "tone"), [("pass", "ok"), ("expected-failures", "unsure")])
+def test_a_certificate_made_elsewhere_counts_without_a_report(
+    complete: Path, result: str, tone: str
+) -> None:
+    folder = RunFolder(complete)
+    statement = certificate.issue(conformance(), now=datetime(2026, 11, 29, 16, tzinfo=UTC))
+    statement["predicate"]["result"] = result
+    certificate.write(statement, folder.certificate)
+    folder.report.unlink()
+    assert report.headline(report.load(complete)).tone == tone
+
+
+@pytest.mark.parametrize(
+    ("made_by", "said"), [(None, "no: for development only"), (1, "by <code>")]
+)
+def test_the_page_says_who_signed(
+    complete: Path, tmp_path: Path, made_by: int | None, said: str
+) -> None:
+    statement = certificate.issue(conformance(), now=datetime(2026, 11, 29, 16, tzinfo=UTC))
+    signer = made_by and signing.signer_from(signing.new_key("ours", tmp_path / "keys")[0])
+    certificate.write(statement, RunFolder(complete).certificate, signer or None)
+    text = report.write_page(complete).read_text("utf-8")
+    assert said in text
+    assert ("ed25519:" in text) == bool(made_by)
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,14 @@ def test_a_changed_manifest_line_is_seen_and_its_shards_are_redone(
     assert set(unfinished(store, console)) == gone
 
 
+@pytest.mark.parametrize("name", ["../shard-1", "/etc/passwd", "a/b", "..", ".hidden", "", 7])
+def test_a_shard_whose_name_leads_out_of_the_folder_is_not_opened(store: Store, name: Any) -> None:
+    for use in (store.path, lambda shard_name: store.verified({"shard": shard_name})):
+        with pytest.raises(IntegrityError, match="names a shard"):
+            use(name)
+    assert store.path("shard-00001.safetensors").parent == store.folder
+
+
 def test_repair_removes_what_interrupted_writes_left_and_nothing_else(store: Store) -> None:
     before = sorted(path.name for path in store.folder.iterdir())
     assert store.repair() == []

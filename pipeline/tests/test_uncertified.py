@@ -81,7 +81,10 @@ def keeper(
     certify: Callable[..., str],
 ) -> Callable[..., list[dict[str, Any]]]:
     """Have the gate answer so, one after the other; return what each shard's line would say."""
-    bound = {"adapter": {"sha256": "b" * 64}, "verifier": {"weights_sha256": "a" * 64}}
+    bound = {
+        "adapter": {"name": "vllm_native", "sha256": "b" * 64},
+        "verifier": {"weights_sha256": "a" * 64},
+    }
     digest = certify(folder.root, bound)
     (folder.root / "certificates" / f"{digest}.json").rename(folder.certificate)
 
@@ -191,7 +194,7 @@ def stages(
             Store(folder.shards).append(shard(1, None))
 
     def whole(*, error: Exception, decision: Decision, reason: str | None) -> list[Any]:
-        def no_certificate(_folder: RunFolder) -> str:
+        def no_certificate(*_: Any) -> str:
             raise error
 
         monkeypatch.setattr(run, "_verb", verb)
