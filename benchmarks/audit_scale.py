@@ -47,10 +47,10 @@ def audit(root: Path, work: Path) -> None:
     from safetensors.numpy import save_file
 
     from truetap.harness import verifier as verifiers
-    from truetap.pipeline import audit_run
-    from truetap.pipeline.audit_masks import MaskJudge
-    from truetap.pipeline.audit_state import AuditState
-    from truetap.pipeline.producers import open_producer
+    from truetap.pipeline.foreign import audit as auditing
+    from truetap.pipeline.foreign.masks import MaskJudge
+    from truetap.pipeline.foreign.producers import open_producer
+    from truetap.pipeline.foreign.state import AuditState
 
     model = work / "model"
     model.mkdir(exist_ok=True)
@@ -62,7 +62,7 @@ def audit(root: Path, work: Path) -> None:
     masks = MaskJudge(model)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.monotonic()
-    count = audit_run.read_all(producer, state, masks, Console(quiet=True))
+    count = auditing.read_all(producer, state, masks, Console(quiet=True))
     took = time.monotonic() - started
     drawn = state.draw(0, 16, 1024)
     list(state.repeated())

@@ -10,7 +10,9 @@ def fault_of(name: object, *, slashes: bool = False) -> str | None:
 
     ``slashes`` allows paths, as in ``subprocess:PATH``, but no step up in them.
     """
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str):
+        return "it is no text"
+    if not name:
         return "it is empty"
     if len(name) > LONGEST and not slashes:
         return f"it is longer than {LONGEST} characters"

@@ -39,8 +39,9 @@ class Reference:
     """A verifier in transformers, in two precisions."""
 
     def __init__(self, model: Path, engine_dtype: str) -> None:
-        precise = "float64" if engine_dtype == "float32" else "float32"
-        self._precise = _load(model, precise)
+        self.precision = "float64" if engine_dtype == "float32" else "float32"
+        """What the reference itself computes in."""
+        self._precise = _load(model, self.precision)
         self._rough = _load(model, engine_dtype)
 
     def states(self, token_ids: Sequence[int]) -> ReferenceStates:

@@ -291,7 +291,11 @@ def prepare(stage: Stage) -> None:
 @ALLOW_UNCERTIFIED
 @_stage
 def extract(stage: Stage, allow_uncertified: str | None) -> None:
-    """Capture the conversations into verified shards, if the gate allows it."""
+    """Capture the conversations into verified shards, if the gate allows it.
+
+    Meanwhile samples are captured again by transformers and compared; a miss ends it with exit code
+    1 and names the first bad shard. The table [audit] of the configuration has the rate.
+    """
     from truetap.pipeline import extract as extraction
 
     extraction.extract(

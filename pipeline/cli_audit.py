@@ -97,10 +97,12 @@ def audit(
     """  # noqa: D301
     from rich.console import Console
 
-    from truetap.pipeline import audit_report, audit_run, run_folder
+    from truetap.pipeline import run_folder
+    from truetap.pipeline.foreign import audit as auditing
+    from truetap.pipeline.foreign import judgement
 
     console = Console(stderr=as_json, soft_wrap=True)
-    request = audit_run.Request(
+    request = auditing.Request(
         path=path,
         producer=producer,
         model=model,
@@ -110,13 +112,13 @@ def audit(
         boundaries=boundaries,
         resume=resume,
     )
-    made: dict[str, Any] = audit_run.audit_folder(request, console)
+    made: dict[str, Any] = auditing.audit_folder(request, console)
     if report is not None:
         run_folder.write_json(report, made)
     if as_json:
         click.echo(json.dumps(made, indent=1))
     else:
-        audit_report.print_report(made, console)
+        judgement.print_report(made, console)
     return int(made["exit_code"])
 
 

@@ -79,6 +79,23 @@ class Extract(_Table):
     requests_per_shard: Positive = 50
 
 
+class Audit(_Table):
+    """Samples of the shards, captured again by the reference while extraction goes on.
+
+    A setting here changes nothing in the captures, so it may change from one run to the next.
+    """
+
+    enabled: bool = True
+    every_shards: Positive = 16
+    """How many shards one audit answers for. The first and the last one are audited in any case."""
+    samples: Positive = 1
+    """Requests of the audited shard that are captured again, drawn at random."""
+    max_tokens: Annotated[int, Field(ge=16)] = 1024
+    """Tokens of one audit, in all; of a longer request the beginning is audited."""
+    deadline_s: Positive = 600
+    """Longest wait for one audit, loading the reference included."""
+
+
 class Train(_Table):
     """The EAGLE-3 draft head and its training."""
 
@@ -114,6 +131,7 @@ class RunConfig(_Table):
     gate: Gate = Gate()
     data: Data = Data()
     extract: Extract = Extract()
+    audit: Audit = Audit()
     train: Train = Train()
     evaluate: Evaluate = Evaluate()
 

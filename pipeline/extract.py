@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truetap.harness import registry, shard, verifier
 from truetap.harness.adapter import Session
 from truetap.harness.adapters.vllm_native import VllmNativeSession
+from truetap.harness.auditor_process import Auditor, Checker
 from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, UsageError
 from truetap.harness.model import CaptureRequest, EngineSpec, Environment
 from truetap.harness.progress import Bar, bar
@@ -21,6 +23,7 @@ from truetap.harness.pytest_plugin import suite_digest
 from truetap.pipeline import gate, plan, policy, prepare, provenance, uncertified
 from truetap.pipeline.config import RunConfig
 from truetap.pipeline.prepare import Conversation
+from truetap.pipeline.run_audit import RunAudit
 from truetap.pipeline.run_folder import RunFolder
 from truetap.pipeline.store import Store
 from truetap.pipeline.verifiers import facts_of
@@ -45,11 +48,13 @@ def extract(
     console: Console,
     *,
     allow_uncertified: str | None = None,
+    checker: Callable[[], Checker] | None = None,
 ) -> None:
     """Capture every conversation that has no verified shard yet.
 
     The gate is asked with the facts of the workers that will do it, before the first prompt and
     again before each shard. If it denies, ``allow_uncertified``, a reason, lets the run go on.
+    ``checker`` captures samples again meanwhile; by default an ``Auditor``.
     """
     facts = facts_of(config, Path(spec.model))
     folder.claim("capture", facts | config.extract.model_dump())
@@ -59,14 +64,56 @@ def extract(
     jobs = _jobs(conversations, config.extract.requests_per_shard)
     for repaired in store.repair():
         console.print(repaired, style="yellow", highlight=False)
+    audit = RunAudit(
+        config.audit,
+        config.seed,
+        store,
+        conversations,
+        console,
+        checker or partial(_auditor, config, folder, spec),
+    )
+    audit.recover()
     lacking = _without_certificate(store, jobs, console, allowed=allow_uncertified is not None)
     names = lacking | {job.name for job in _unfinished(store, jobs, console)}
     todo = [job for job in jobs if job.name in names]
-    done = len(conversations) - sum(len(job.conversations) for job in todo)
-    if not todo:
+    with closing(audit):
+        audit.begin([job.name for job in todo])
+        if todo:
+            _require_space(store, todo, spec)
+            _capture(
+                *(config, folder, spec, console, store, todo, audit, facts, len(conversations)),
+                allow_uncertified,
+            )
+        audit.settle()
+    if todo and config.audit.enabled:
+        console.print(audit.told(), highlight=False)
+    elif not todo:
         console.print("every shard is there and verified", highlight=False)
-        return
-    _require_space(store, todo, spec)
+
+
+def _auditor(config: RunConfig, folder: RunFolder, spec: EngineSpec) -> Auditor:
+    return Auditor(
+        Path(spec.model),
+        spec.dtype,
+        log=folder.logs / "audit.log",
+        deadline_s=config.audit.deadline_s,
+    )
+
+
+def _capture(
+    config: RunConfig,
+    folder: RunFolder,
+    spec: EngineSpec,
+    console: Console,
+    store: Store,
+    todo: Sequence[_Job],
+    audit: RunAudit,
+    facts: Mapping[str, Any],
+    total: int,
+    allow_uncertified: str | None,
+) -> None:
+    """Start the engine, ask the gate, make the shards."""
+    done = total - sum(len(job.conversations) for job in todo)
     console.print(f"to be captured: {plan.told(*_sizes(todo, spec))}", highlight=False)
     console.print("starting vLLM to capture", highlight=False)
     session = _opened(config.capture.adapter, spec, folder.logs / "extract")
@@ -79,10 +126,16 @@ def extract(
         environment = session.environment()
         keeper = _Gatekeeper(config, folder, environment.binding, allow_uncertified, console)
         keeper.standing()
-        with bar(console, "captured", len(conversations), done=done) as progress:
+        audit.settle()  # of what an earlier run left, before anything is added to it
+        with bar(console, "captured", total, done=done) as progress:
             counter = _Counter(progress)
             for job in todo:
-                _make(store, session, job, counter, facts, environment, keeper.standing())
+                entry = _make(
+                    *(store, session, job, counter, facts, environment, keeper.standing()),
+                    audit.promise,
+                )
+                if not audit.published(entry, last=job is todo[-1]):
+                    return  # what comes now is the auditor's: ``settle``
 
 
 def ask_gate(
@@ -195,8 +248,9 @@ def _make(
     facts: Mapping[str, Any],
     environment: Environment,
     standing: Mapping[str, Any],
-) -> None:
-    """Capture one shard, check its values, publish it."""
+    promise: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Capture one shard, check its values, publish it; return its line."""
     requests = [CaptureRequest(c.id, c.token_ids) for c in job.conversations]
     lengths = {request.key: len(request.token_ids) for request in requests}
     path = store.path(job.name)
@@ -212,7 +266,7 @@ def _make(
     require_sound(job.name, tensors, requests)
     states = tensors["states"]
     binding = dict(environment.binding)
-    store.record(
+    return store.record(
         {
             "shard": job.name,
             "requests": len(requests),
@@ -226,6 +280,7 @@ def _make(
             **standing,
             "digests": digests,
             "ids": [c.id for c in job.conversations],
+            **(promise or {}),
         }
     )
 

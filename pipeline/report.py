@@ -187,6 +187,7 @@ def _told(summary: RunSummary) -> Iterator[tuple[str, str]]:
     if summary.shards:
         boundaries = ", ".join(map(str, summary.shards[0].boundaries))
         yield "Captured", f"{summary.rows:,} rows at boundaries {boundaries}"
+        yield "Audited", summary.audited
     if last := summary.last("validation") or summary.last("step"):
         shares = ", ".join(f"{share:.1%}" for share in last.accuracy)
         yield "Training", f"step {last.step:,}: {last.kind} loss {last.loss:.3f}, accuracy {shares}"

@@ -19,6 +19,7 @@ from truetap.harness.certificate import Certificate
 from truetap.harness.errors import IntegrityError, UsageError
 from truetap.harness.report import ClauseResult, Report
 from truetap.pipeline import uncertified
+from truetap.pipeline.audit_log import AuditLog
 from truetap.pipeline.run_folder import RunFolder, read_json, read_lines
 from truetap.pipeline.store import Store
 
@@ -96,6 +97,15 @@ class Denial(_Record):
     reasons: tuple[Why, ...]
 
 
+class Audited(_Record):
+    """One line of ``shards/audits.jsonl``."""
+
+    shard: str
+    verdict: Literal["pass", "fail"]
+    saw: str
+    seconds: float
+
+
 class Metric(_Record):
     """One line of ``train/metrics.jsonl``."""
 
@@ -148,6 +158,9 @@ class RunSummary:
     answered: tuple[AnsweredQuestion, ...]
     heldout: int
     shards: tuple[Shard, ...]
+    audits: tuple[Audited, ...]
+    proven: int
+    """Shards that an audit which passed answers for."""
     metrics: tuple[Metric, ...]
     evaluation: Evaluation | None
     head: Head | None = None
@@ -195,6 +208,18 @@ class RunSummary:
         return [clause for clause in clauses if clause.outcome in ("fail", "error")]
 
     @property
+    def audited(self) -> str:
+        """The audits in words."""
+        if not self.audits:
+            return "nothing was captured again during the run"
+        failed = sum(audit.verdict == "fail" for audit in self.audits)
+        return (
+            f"{len(self.audits)} audits, {failed or 'none'} failed; those that passed answer for "
+            f"{self.proven} of {len(self.shards)} shards; "
+            f"{sum(audit.seconds for audit in self.audits):.1f} s beside the engine"
+        )
+
+    @property
     def splits(self) -> str:
         """The questions in words: "280 train, 20 validation, 40 held out"."""
         counts = Counter(row.split for row in self.answered)
@@ -230,13 +255,20 @@ def load(run_dir: Path) -> RunSummary:
     metrics = folder.train / "metrics.jsonl"
     card = folder.head / "truetap.json"
     store = Store(folder.shards)
+    log = AuditLog(store)
+    entries = store.entries()
+    standing = log.standing(list(entries.values()))
     return RunSummary(
         name=run_dir.resolve().name,
         conformance=report.load(folder.report) if folder.report.exists() else None,
         certificate=certificate.load(folder.certificate) if folder.certificate.exists() else None,
         answered=_parsed(AnsweredQuestion, read_lines(folder.conversations), folder.conversations),
         heldout=len(read_lines(folder.heldout)),
-        shards=_parsed(Shard, store.entries().values(), store.manifest),
+        shards=_parsed(Shard, entries.values(), store.manifest),
+        audits=_parsed(
+            Audited, (line for line in log.lines() if line["verdict"] != "set aside"), log.path
+        ),
+        proven=sum(how == "proven" for how in standing.values()),
         metrics=_parsed(Metric, read_lines(metrics), metrics),
         evaluation=(
             _parsed(Evaluation, [read_json(results)], results)[0] if results.exists() else None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -53,20 +54,13 @@ class Store:
         return self.folder / "manifest.jsonl"
 
     def entries(self) -> dict[str, dict[str, Any]]:
-        """Return the manifest's lines by shard name; of two for one shard the later counts."""
-        found = {}
-        for number, line in enumerate(run_folder.whole_lines(self.manifest), start=1):
-            entry = _entry(line)
-            if entry is None:
-                raise IntegrityError(
-                    f"line {number} of {self.manifest} is not as it was written", remedy=REDO
-                )
-            if not _is_plain(entry["shard"]):
-                raise IntegrityError(
-                    f"line {number} of {self.manifest} names {entry['shard']!r}, which is no file "
-                    "name of this folder",
-                    remedy=REDO,
-                )
+        """Return the manifest's lines by shard name, in the order of writing.
+
+        Of two for one shard the later counts.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for entry in sealed_lines(self.manifest):
+            found.pop(entry["shard"], None)
             found[entry["shard"]] = entry
         return found
 
@@ -75,14 +69,7 @@ class Store:
 
         For the one process that writes. Shards whose lines are dropped count as missing.
         """
-        done = []
-        lines = run_folder.whole_lines(self.manifest)
-        sound = [line for line in lines if (e := _entry(line)) and _is_plain(e["shard"])]
-        if len(sound) < len(lines):
-            scratch = self.manifest.with_name(self.manifest.name + ".partial")
-            scratch.write_bytes(b"".join(line + b"\n" for line in sound))
-            scratch.rename(self.manifest)
-            done.append(f"{len(lines) - len(sound)} damaged lines of {self.manifest} were dropped")
+        done = drop_damaged(self.manifest)
         for pattern in ("*.partial", ".tmp*"):  # safetensors writes to a .tmp of its own
             for path in self.folder.glob(pattern):
                 path.unlink()
@@ -95,14 +82,38 @@ class Store:
             raise IntegrityError(f"{self.manifest} names a shard {name!r}: {wrong}", remedy=REDO)
         return self.folder / name
 
-    def record(self, entry: dict[str, Any]) -> None:
-        """Publish a shard's partial file and add its line to the manifest, in that order."""
+    def record(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """Publish a shard's partial file, then add its line to the manifest; return the line."""
         shard.publish(self.path(entry["shard"]))
         self.append(entry)
+        return entry
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Add a line to the manifest, with its digest."""
-        run_folder.append_line(self.manifest, {**entry, "sha256": _digest(entry)})
+        run_folder.append_line(self.manifest, sealed(entry))
+
+    def reject(self, entries: Sequence[Mapping[str, Any]], reason: str) -> Path:
+        """Take shards out of the manifest; return where their files are kept, with the reason.
+
+        The files go first: an interruption leaves lines without files, which are redone as well.
+        """
+        aside = self.folder / "rejected"
+        for entry in entries:
+            path = self.path(entry["shard"])
+            kept = aside / f"{path.stem}.{entry['digests']['states'][:12]}{path.suffix}"
+            run_folder.write_json(kept.with_suffix(".json"), {"reason": reason, "line": entry})
+            if path.exists():
+                path.rename(kept)
+        gone = {entry["shard"] for entry in entries}
+        _rewrite(
+            self.manifest,
+            [
+                line
+                for line in run_folder.whole_lines(self.manifest)
+                if (held := unsealed(line)) is None or held["shard"] not in gone
+            ],
+        )
+        return aside
 
     def holds(
         self,
@@ -186,17 +197,54 @@ class Store:
         return [found[sample_id] for sample_id in ids]
 
 
-def _is_plain(name: object) -> bool:
-    """Return whether a manifest names a file in its own folder, and nothing elsewhere."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+def sealed(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line about a shard with its own digest."""
+    return {**entry, "sha256": _digest(entry)}
+
+
+def sealed_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file of sealed lines; ``IntegrityError`` if one is damaged."""
+    found = []
+    for number, line in enumerate(run_folder.whole_lines(path), start=1):
+        entry = unsealed(line)
+        if entry is None:
+            raise IntegrityError(f"line {number} of {path} is not as it was written", remedy=REDO)
+        if wrong := names.fault_of(entry["shard"]):
+            raise IntegrityError(
+                f"line {number} of {path} names {entry['shard']!r}, which is no file of this "
+                f"folder: {wrong}",
+                remedy=REDO,
+            )
+        found.append(entry)
+    return found
+
+
+def drop_damaged(path: Path) -> list[str]:
+    """Remove damaged lines from a file of sealed lines; return what was done, in words."""
+    lines = run_folder.whole_lines(path)
+    sound = [line for line in lines if (e := unsealed(line)) and names.fault_of(e["shard"]) is None]
+    if len(sound) == len(lines):
+        return []
+    _rewrite(path, sound)
+    return [f"{len(lines) - len(sound)} damaged lines of {path} were dropped"]
+
+
+def _rewrite(path: Path, lines: Sequence[bytes]) -> None:
+    """Replace the lines of a file, durably, all or none."""
+    scratch = path.with_name(path.name + ".partial")
+    with scratch.open("wb") as file:
+        file.write(b"".join(line + b"\n" for line in lines))
+        file.flush()
+        os.fsync(file.fileno())
+    scratch.rename(path)
 
 
 def _digest(entry: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest()
 
 
-def _entry(line: bytes) -> dict[str, Any] | None:
-    """Return a manifest line's content, or None if it is not what was written."""
+def unsealed(line: bytes) -> dict[str, Any] | None:
+    """Return a sealed line's content, or None if it is not what was written."""
     try:
         entry = run_folder.json_object(line)
     except ValueError:

@@ -22,6 +22,7 @@ from truetap.harness.errors import CheckFailed, IntegrityError, UsageError
 from truetap.harness.model import EngineSpec
 from truetap.harness.progress import bar
 from truetap.pipeline import (
+    audit_log,
     draft_head,
     model_card,
     prepare,
@@ -68,6 +69,7 @@ def train(
         store, boundaries=spec.boundaries, verifier=verifier.digests(Path(spec.model))
     )
     shards.require_certified(unless=allow_uncertified)
+    audit_log.require_kept(store)
     made_from = shards.as_dict()
     folder.claim("train", settings.model_dump(mode="json") | made_from)
     if (folder.head / "truetap.json").exists():

@@ -113,6 +113,13 @@ def test_killed_at_several_stages_it_finishes_and_redoes_little(config: Path) ->
     assert "a certificate made for these settings" in output
     assert {p: p.stat().st_mtime_ns for p in out.glob("shards/*.safetensors")} == shards
 
+    audits = [json.loads(line) for line in (out / "shards" / "audits.jsonl").open()]
+    assert {line["verdict"] for line in audits} == {"pass"}
+    assert audits[-1]["shard"] == max(path.name for path in shards)
+    answered_for = {name for line in audits for name in line["answers_for"]}
+    assert answered_for == {path.name for path in shards}
+    assert all(slot["margin"] > 4 for line in audits for slot in line["slots"])
+
     steps = [json.loads(line) for line in (out / "train" / "metrics.jsonl").open()]
     numbers = [row["step"] for row in steps if row["kind"] == "step"]
     assert numbers == list(range(1, len(numbers) + 1))
@@ -122,7 +129,9 @@ def test_killed_at_several_stages_it_finishes_and_redoes_little(config: Path) ->
     assert results["greedy_identical"] == {"untrained": [4, 4], "trained": [4, 4]}
     measured = {(run["head"], run["temperature"]) for run in results["runs"]}
     assert measured == set(itertools.product(("none", "untrained", "trained"), (0, 0.7)))
-    assert "conformant" in (out / "report.html").read_text()
+    page = (out / "report.html").read_text()
+    assert "conformant" in page
+    assert f"{len(audits)} audits, none failed" in page
 
 
 def test_a_second_run_redoes_nothing(config: Path) -> None:

@@ -174,7 +174,7 @@ def test_a_shard_is_named_by_a_file_of_its_folder(
     store.append(line(1, None, shard=name))
     refused = refusal(store)
     assert isinstance(refused, IntegrityError)
-    assert f"line 2 of {store.manifest} names {name!r}, which is no file name" in str(refused)
+    assert f"line 2 of {store.manifest} names {name!r}, which is no file of this" in str(refused)
     assert store.repair() == [f"1 damaged lines of {store.manifest} were dropped"]
     assert len(provenance.examine(store).shards) == 1
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from truetap.harness import shard, verifier
+from truetap.harness.auditor import Finding
 from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, UsageError
 from truetap.harness.model import EngineSpec
-from truetap.pipeline import batches, draft_head, run_folder, train
+from truetap.pipeline import audit_log, batches, draft_head, run_folder, train
 from truetap.pipeline.config import RunConfig, Train, Verifier
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.run_folder import RunFolder
@@ -758,6 +759,25 @@ def test_uncertified_shards_are_trained_on_for_a_reason_and_the_head_says_so(
     shutil.copytree(again.shards, folder.shards)
     with pytest.raises(UsageError, match=r"holds results made otherwise: .*uncertified"):
         train.train(config, folder, spec, console)
+
+
+def test_a_promised_audit_that_failed_or_is_missing_ends_training(
+    begin: Callable[..., RunFolder], tiny_verifier: Path, console: Console
+) -> None:
+    """Refused before anything is claimed, so that the next extraction can mend it."""
+    folder = begin("audited")
+    store = Store(folder.shards)
+    (entry,) = store.entries().values()
+    store.append(entry | {"audit": {"every_shards": 16}})
+    config = config_of(folder.root, tiny_verifier)
+    with pytest.raises(CheckFailed, match=r"shard-00000\.safetensors was captured after the last"):
+        train.train(config, folder, spec_of(tiny_verifier), console)
+    found = Finding(False, "the slot for boundary 4 holds boundary 2", (), 0.1, {})
+    audit_log.AuditLog(store).record(entry, found, answers_for=[entry], sample={})
+    with pytest.raises(CheckFailed, match=r"shard-00000\.safetensors failed its audit") as failed:
+        train.train(config, folder, spec_of(tiny_verifier), console)
+    assert "truetap extract" in failed.value.remedy
+    assert not (folder.root / "made-from.json").exists()
 
 
 def test_a_reason_that_was_not_needed_is_not_recorded(

@@ -14,7 +14,7 @@ import zlib
 from pathlib import Path
 from typing import IO, Any
 
-from truetap.pipeline.producers.sample import BadFile
+from truetap.pipeline.foreign.producers.sample import BadFile
 
 PICKLE_LIMIT = 1 << 20
 """Bytes of a ``data.pkl``: those of real files have less than one thousand."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from truetap.harness.errors import UsageError
-from truetap.pipeline import audit_report
+from truetap.pipeline.foreign import judgement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +49,7 @@ def test_right_data_passes_and_is_described(
     assert report["says"] == f"slots: boundary 2, 6, 9, 12{norm}"
     assert report["sample"]["compared"] == 8
     assert report["loss_mask"]["judged"] == 8
-    audit_report.print_report(report, result.console)
+    judgement.print_report(report, result.console)
     assert "verdict: right" in result.console.file.getvalue()
 
 

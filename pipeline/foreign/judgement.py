@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from truetap.harness import boundaries as spellings
-from truetap.pipeline.audit_values import Slot, boundary_of, normed
+from truetap.pipeline.foreign.values import Slot, boundary_of, normed
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from truetap.pipeline.audit_state import AuditState
-    from truetap.pipeline.producers.sample import Problem, Producer
+    from truetap.pipeline.foreign.producers.sample import Problem, Producer
+    from truetap.pipeline.foreign.state import AuditState
 
 FORMAT = "truetap/audit/1"
 Severity = Literal["error", "note"]

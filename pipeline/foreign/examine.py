@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from truetap.harness.verifier import VerifierFacts
-from truetap.pipeline.audit_masks import MaskJudge
-from truetap.pipeline.audit_state import Examined
-from truetap.pipeline.producers.sample import Problem, Sample
+from truetap.pipeline.foreign.masks import MaskJudge
+from truetap.pipeline.foreign.producers.sample import Problem, Sample
+from truetap.pipeline.foreign.state import Examined
 
 if TYPE_CHECKING:
     import torch

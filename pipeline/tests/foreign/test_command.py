@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from truetap.pipeline import audit_run, audit_state, cli
-from truetap.pipeline.producers.modelopt import ModelOptimizer
+from truetap.pipeline import cli
+from truetap.pipeline.foreign import audit as auditing
+from truetap.pipeline.foreign import state as state_file
+from truetap.pipeline.foreign.producers.modelopt import ModelOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from truetap.pipeline.producers.sample import Found, Sample
+    from truetap.pipeline.foreign.producers.sample import Found, Sample
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str | Path) -> int:
@@ -137,12 +139,12 @@ def test_an_audit_that_was_killed_continues(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(audit_state, "COMMIT_EVERY", 2)
+    monkeypatch.setattr(state_file, "COMMIT_EVERY", 2)
     root = tmp_path / "data"
     root.mkdir()
     layouts["modelopt"].write(root, [replace(kept, last_normed=True) for kept in right])
     monkeypatch.setattr(
-        audit_run, "open_producer", lambda _name, path, facts: Interrupted(path, facts)
+        auditing, "open_producer", lambda _name, path, facts: Interrupted(path, facts)
     )
     READ.clear()
     child = os.fork()

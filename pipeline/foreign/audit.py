@@ -14,13 +14,14 @@ from truetap.harness import verifier as verifiers
 from truetap.harness.errors import CouldNotRun
 from truetap.harness.progress import bar
 from truetap.harness.verifier import VerifierFacts
-from truetap.pipeline import audit, audit_report, audit_values
-from truetap.pipeline.audit_masks import MaskJudge
-from truetap.pipeline.audit_report import Finding
-from truetap.pipeline.audit_state import AuditState, Drawn, Examined
-from truetap.pipeline.audit_values import Slot
-from truetap.pipeline.producers import open_producer
-from truetap.pipeline.producers.sample import BadFile, Found, Problem, Producer, Sample
+from truetap.pipeline.foreign import judgement, values
+from truetap.pipeline.foreign.examine import examine
+from truetap.pipeline.foreign.judgement import Finding
+from truetap.pipeline.foreign.masks import MaskJudge
+from truetap.pipeline.foreign.producers import open_producer
+from truetap.pipeline.foreign.producers.sample import BadFile, Found, Problem, Producer, Sample
+from truetap.pipeline.foreign.state import AuditState, Drawn, Examined
+from truetap.pipeline.foreign.values import Slot
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +58,7 @@ def audit_folder(request: Request, console: Console) -> dict[str, Any]:
     producer = open_producer(request.producer, request.path, facts)
     digests = verifiers.digests(request.model)
     about = {
-        "format": audit_report.FORMAT,
+        "format": judgement.FORMAT,
         "path": str(request.path.resolve()),
         "producer": request.producer,
         "verifier": digests,
@@ -113,7 +114,7 @@ def _read_one(producer: Producer, found: Found, state: AuditState, masks: MaskJu
     usual = producer.whole_mask_is_usual
     try:
         for sample in producer.read(found):
-            one = audit.examine(sample, producer.verifier, masks, whole_mask_is_usual=usual)
+            one = examine(sample, producer.verifier, masks, whole_mask_is_usual=usual)
             examined.append(one)
     except BadFile as bad:
         problem = bad.problem
@@ -151,7 +152,7 @@ def _compare_some(
 ) -> None:
     from truetap.harness.reference import Reference
 
-    facts, most = producer.verifier, audit_values.MOST_ROWS
+    facts, most = producer.verifier, values.MOST_ROWS
     (_, _, dtype, _), *_ = state.shapes()
     files = {one.name: one.file for one in todo}
     lengths = [(one.name, min(one.tokens, most)) for one in todo]
@@ -159,14 +160,14 @@ def _compare_some(
     console.print("loading the verifier for the reference", highlight=False)
     reference = Reference(model, dtype if dtype in _EXACT else "bfloat16")
     done = 0
-    for group in audit_values.chunks(lengths, per_row, REFERENCE_BYTES):
+    for group in values.chunks(lengths, per_row, REFERENCE_BYTES):
         # All prompts of a group are known before the reference is asked.
         held = {s.name: s for s in _samples(producer, {n: files[n] for n in group})}
         references = _references(reference, held, console)
         with bar(console, "compared by value", len(todo), done=done) as progress:
             for name, sample in held.items():
-                states = audit_values.as_array(sample.states, most)
-                slots = audit_values.read_slots(states, sample.dtype, name, references)
+                states = values.as_array(sample.states, most)
+                slots = values.read_slots(states, sample.dtype, name, references)
                 state.keep_reading(name, {"slots": [slot.as_dict() for slot in slots]})
                 progress.advance()
         done += len(held)
@@ -179,7 +180,7 @@ def _references(
     found = {}
     with bar(console, "the verifier's own states", len(held)) as progress:
         for name, sample in held.items():
-            token_ids = sample.token_ids[: audit_values.MOST_ROWS].tolist()
+            token_ids = sample.token_ids[: values.MOST_ROWS].tolist()
             found[name] = reference.states(token_ids)
             progress.advance()
     return found
@@ -217,23 +218,23 @@ def _report(
     usual = shapes[0] if shapes else None
     if usual is not None:  # a file of another number of slots is named for that
         readings = {n: slots for n, slots in readings.items() if len(slots) == usual[0]}
-    slots = audit_report.set_slots(readings)
-    by_file = audit_report.judge_files(slots, readings)
-    findings = audit_report.judge_set(slots, producer, request.boundaries)
-    findings += [Finding(code, audit_report.TITLES[code], f) for code, f in by_file.items()]
-    findings += audit_report.grouped(state.problems())
+    slots = judgement.set_slots(readings)
+    by_file = judgement.judge_files(slots, readings)
+    findings = judgement.judge_set(slots, producer, request.boundaries)
+    findings += [Finding(code, judgement.TITLES[code], f) for code, f in by_file.items()]
+    findings += judgement.grouped(state.problems())
     if usual is not None:
-        findings += audit_report.grouped(state.of_other_shape(*usual[:3]))
-        findings += audit_report.precision_notes(readings, usual[2], _weights_dtype(producer))
-    if shared := audit_report.repeats(state, set(readings)):
+        findings += judgement.grouped(state.of_other_shape(*usual[:3]))
+        findings += judgement.precision_notes(readings, usual[2], _weights_dtype(producer))
+    if shared := judgement.repeats(state, set(readings)):
         findings.append(shared)
     findings += [Finding("folder", note) for note in producer.notes()]
     findings.sort(key=lambda finding: finding.severity != "error")
-    result, code = audit_report.verdict(findings, len(readings))
+    result, code = judgement.verdict(findings, len(readings))
     bad = {n for f in findings if f.severity == "error" for n, _ in f.files}
     facts: VerifierFacts = producer.verifier
     return {
-        "format": audit_report.FORMAT,
+        "format": judgement.FORMAT,
         "path": str(request.path),
         "producer": request.producer,
         "verifier": {
@@ -255,7 +256,7 @@ def _report(
             }
             for index, slot in enumerate(slots)
         ],
-        "says": audit_report.says(slots),
+        "says": judgement.says(slots),
         "loss_mask": _mask_summary(state.totals(), masks, producer),
         "findings": [finding.as_dict() for finding in findings],
         "verdict": result,

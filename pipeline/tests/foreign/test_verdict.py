@@ -11,11 +11,11 @@ import pytest
 from rich.console import Console
 
 from truetap.harness.verifier import VerifierFacts
-from truetap.pipeline import audit_report, audit_values
-from truetap.pipeline.audit_report import Finding, SetSlot
-from truetap.pipeline.audit_values import Slot
-from truetap.pipeline.producers.modelopt import ModelOptimizer
-from truetap.pipeline.producers.speculators import Speculators
+from truetap.pipeline.foreign import judgement, values
+from truetap.pipeline.foreign.judgement import Finding, SetSlot
+from truetap.pipeline.foreign.producers.modelopt import ModelOptimizer
+from truetap.pipeline.foreign.producers.speculators import Speculators
+from truetap.pipeline.foreign.values import Slot
 
 FACTS = VerifierFacts("v", 12, 32, 512, 1024, {})
 NORMED = "boundary 12 after the final norm"
@@ -47,13 +47,13 @@ def test_most_files_say_what_a_set_holds() -> None:
     readings = {f"f{i}": [slot("boundary 2"), slot("boundary 6")] for i in range(3)}
     readings["f3"] = [slot("boundary 3"), slot("boundary 6", margin=1.2)]
     readings["f4"] = [slot("boundary 3"), slot("boundary 6")]
-    assert [(s.holds, s.files) for s in audit_report.set_slots(readings)] == [
+    assert [(s.holds, s.files) for s in judgement.set_slots(readings)] == [
         ("boundary 2", 3),
         ("boundary 6", 4),
     ]
     readings["f0"] = [slot("boundary 4"), slot("boundary 6")]
-    assert audit_report.set_slots(readings)[0].holds is None, "two of five are not most"
-    assert audit_report.set_slots({}) == []
+    assert judgement.set_slots(readings)[0].holds is None, "two of five are not most"
+    assert judgement.set_slots({}) == []
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_most_files_say_what_a_set_holds() -> None:
     ],
 )
 def test_what_the_set_holds_in_one_sentence(names: tuple[str | None, ...], sentence: str) -> None:
-    assert audit_report.says(held(*names)) == sentence
+    assert judgement.says(held(*names)) == sentence
 
 
 @pytest.mark.parametrize(
@@ -84,30 +84,30 @@ def test_what_the_set_holds_in_one_sentence(names: tuple[str | None, ...], sente
 )
 def test_faults_of_a_set(names: tuple[str | None, ...], codes: list[str], tmp_path: Any) -> None:
     producer = Speculators(tmp_path, FACTS)
-    found = audit_report.judge_set(held(*names), producer, None)
+    found = judgement.judge_set(held(*names), producer, None)
     assert [f.code for f in found if f.severity == "error"] == codes
 
 
 def test_where_the_norm_belongs_is_the_producer_s_matter(tmp_path: Any) -> None:
     producer = ModelOptimizer(tmp_path, FACTS)
-    assert audit_report.judge_set(held(*RIGHT[:3], NORMED), producer, None) == []
-    (found,) = audit_report.judge_set(held(*RIGHT), producer, None)
+    assert judgement.judge_set(held(*RIGHT[:3], NORMED), producer, None) == []
+    (found,) = judgement.judge_set(held(*RIGHT), producer, None)
     assert found.code == "pre_norm"
 
 
 def test_what_the_user_believes(tmp_path: Any) -> None:
     producer = Speculators(tmp_path, FACTS)
-    assert audit_report.judge_set(held(*RIGHT), producer, (2, 6, 9, 12)) == []
-    (found,) = audit_report.judge_set(held(*RIGHT), producer, (1, 5, 8, 12))
+    assert judgement.judge_set(held(*RIGHT), producer, (2, 6, 9, 12)) == []
+    (found,) = judgement.judge_set(held(*RIGHT), producer, (1, 5, 8, 12))
     assert found.code == "wrong_boundary"
     assert "--boundaries says 1, 5, 8, 12; the slots hold 2, 6, 9, 12" in found.text
-    (found,) = audit_report.judge_set(held(*RIGHT), producer, (2, 6, 12))
+    (found,) = judgement.judge_set(held(*RIGHT), producer, (2, 6, 12))
     assert found.severity == "error"
 
 
 def test_another_set_than_the_usual_is_mentioned_and_no_fault(tmp_path: Any) -> None:
     names = ("boundary 1", "boundary 5", "boundary 8", "boundary 12")
-    (found,) = audit_report.judge_set(held(*names), Speculators(tmp_path, FACTS), None)
+    (found,) = judgement.judge_set(held(*names), Speculators(tmp_path, FACTS), None)
     assert (found.code, found.severity) == ("boundaries", "note")
 
 
@@ -126,13 +126,13 @@ def test_another_set_than_the_usual_is_mentioned_and_no_fault(tmp_path: Any) -> 
     ],
 )
 def test_a_file_that_differs_from_the_set(own: Slot, code: str | None) -> None:
-    found = audit_report.judge_files(held("boundary 2"), {"f": [own]})
+    found = judgement.judge_files(held("boundary 2"), {"f": [own]})
     assert list(found) == ([] if code is None else [code])
 
 
 def test_precision_is_mentioned_and_no_fault() -> None:
     def codes(own: Slot, dtype: str = "bfloat16") -> list[str]:
-        found = audit_report.precision_notes({"f": [own]}, dtype, "bfloat16")
+        found = judgement.precision_notes({"f": [own]}, dtype, "bfloat16")
         assert all(f.severity == "note" for f in found)
         return [f.code for f in found]
 
@@ -144,16 +144,16 @@ def test_precision_is_mentioned_and_no_fault() -> None:
 
 def test_the_verdict() -> None:
     note, fault = Finding("dtype", ""), Finding("zeros", "")
-    assert audit_report.verdict([], 3) == ("right", 0)
-    assert audit_report.verdict([note], 3) == ("right", 0)
-    assert audit_report.verdict([note, fault], 3) == ("wrong", 1)
-    assert audit_report.verdict([note], 0) == ("not judged", 3)
-    assert audit_report.verdict([fault], 0) == ("wrong", 1)
-    assert audit_report.verdict([fault, Finding("digest", "")], 3) == ("corrupt", 4)
+    assert judgement.verdict([], 3) == ("right", 0)
+    assert judgement.verdict([note], 3) == ("right", 0)
+    assert judgement.verdict([note, fault], 3) == ("wrong", 1)
+    assert judgement.verdict([note], 0) == ("not judged", 3)
+    assert judgement.verdict([fault], 0) == ("wrong", 1)
+    assert judgement.verdict([fault, Finding("digest", "")], 3) == ("corrupt", 4)
 
 
 def test_every_code_has_a_title() -> None:
-    assert not audit_report.NOTES & set(audit_report.TITLES)
+    assert not judgement.NOTES & set(judgement.TITLES)
 
 
 def test_a_long_list_is_cut_in_the_text_only() -> None:
@@ -172,7 +172,7 @@ def test_a_long_list_is_cut_in_the_text_only() -> None:
         "verdict": "wrong",
     }
     console = Console(file=io.StringIO(), width=200)
-    audit_report.print_report(report, console)
+    judgement.print_report(report, console)
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "f09" in text
     assert "f10" not in text
@@ -181,13 +181,13 @@ def test_a_long_list_is_cut_in_the_text_only() -> None:
 
 def test_samples_are_grouped_by_what_their_references_take() -> None:
     names = [("a", 10), ("b", 10), ("c", 50), ("d", 5)]
-    assert audit_values.chunks(names, 10, 200) == [["a", "b"], ["c"], ["d"]]
-    assert audit_values.chunks([], 10, 200) == []
+    assert values.chunks(names, 10, 200) == [["a", "b"], ["c"], ["d"]]
+    assert values.chunks([], 10, 200) == []
 
 
 def test_distances_of_every_row_to_every_row() -> None:
     drawn = np.random.default_rng(0)
     asked, state = drawn.normal(size=(3, 8)), drawn.normal(size=(5, 8))
     direct = np.linalg.norm(asked[:, None] - state, axis=-1) / np.linalg.norm(state, axis=-1)
-    found = audit_values._all_distances(asked.astype(np.float32), state.astype(np.float32))
+    found = values._all_distances(asked.astype(np.float32), state.astype(np.float32))
     assert np.allclose(found, direct, rtol=1e-4)

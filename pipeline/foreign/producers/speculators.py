@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from truetap.harness.verifier import VerifierFacts
-from truetap.pipeline.producers import folder, torch_file
-from truetap.pipeline.producers.arrow_rows import ArrowRows
-from truetap.pipeline.producers.keys import require_keys, size_limit
-from truetap.pipeline.producers.sample import (
+from truetap.pipeline.foreign.producers import folder, torch_file
+from truetap.pipeline.foreign.producers.arrow_rows import ArrowRows
+from truetap.pipeline.foreign.producers.keys import require_keys, size_limit
+from truetap.pipeline.foreign.producers.sample import (
     BadFile,
     Found,
     Problem,

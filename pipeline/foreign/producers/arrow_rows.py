@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from truetap.harness.errors import CouldNotRun, UsageError
-from truetap.pipeline.producers.sample import Problem, Sample
+from truetap.pipeline.foreign.producers.sample import Problem, Sample
 
 
 class ArrowRows:

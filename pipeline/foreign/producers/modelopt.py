@@ -12,9 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from truetap.pipeline.producers import folder, torch_file
-from truetap.pipeline.producers.keys import require_keys, size_limit
-from truetap.pipeline.producers.sample import BadFile, Found, Producer, Sample, joined, numbers
+from truetap.pipeline.foreign.producers import folder, torch_file
+from truetap.pipeline.foreign.producers.keys import require_keys, size_limit
+from truetap.pipeline.foreign.producers.sample import (
+    BadFile,
+    Found,
+    Producer,
+    Sample,
+    joined,
+    numbers,
+)
 
 
 class ModelOptimizer(Producer):

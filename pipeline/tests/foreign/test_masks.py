@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from truetap.pipeline.audit_masks import MaskJudge
+from truetap.pipeline.foreign.masks import MaskJudge
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from truetap.harness.errors import TruetapError
-from truetap.pipeline.producers.sample import Problem
+from truetap.pipeline.foreign.producers.sample import Problem
 
 _QUESTION, _ANSWER = "Which?", "Zebra"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from truetap.harness.verifier import VerifierFacts
-from truetap.pipeline.producers.sample import BadFile
+from truetap.pipeline.foreign.producers.sample import BadFile
 
 KEYS = {
     "speculators": {"input_ids", "loss_mask", "hidden_states"},

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from truetap.harness.errors import UsageError
 from truetap.harness.verifier import VerifierFacts
-from truetap.pipeline.producers.modelopt import ModelOptimizer
-from truetap.pipeline.producers.own_store import OwnStore
-from truetap.pipeline.producers.sample import Producer
-from truetap.pipeline.producers.specforge import SpecForge
-from truetap.pipeline.producers.speculators import Speculators
+from truetap.pipeline.foreign.producers.modelopt import ModelOptimizer
+from truetap.pipeline.foreign.producers.own_store import OwnStore
+from truetap.pipeline.foreign.producers.sample import Producer
+from truetap.pipeline.foreign.producers.specforge import SpecForge
+from truetap.pipeline.foreign.producers.speculators import Speculators
 
 PRODUCERS: dict[str, type[Producer]] = {
     "truetap": OwnStore,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from truetap.harness.errors import UsageError
-from truetap.pipeline.producers.sample import Found, Problem
+from truetap.pipeline.foreign.producers.sample import Found, Problem
 
 
 def walk(root: Path, wanted: Callable[[str], bool]) -> Iterator[Found]:

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from truetap.harness import shard
-from truetap.pipeline import audit_run
+from truetap.pipeline.foreign import audit as auditing
 from truetap.pipeline.store import Store
 
 if TYPE_CHECKING:
@@ -251,8 +251,8 @@ def audited(verifier: Path, tmp_path: Path) -> Callable[..., Audited]:
         options = {"sample": None, "state": tmp_path / "audit.state"} | options
         console = Console(file=io.StringIO(), width=200)
         producer = LAYOUTS[layout].producer
-        request = audit_run.Request(root, producer, verifier, **options)
-        return Audited(audit_run.audit_folder(request, console), console)
+        request = auditing.Request(root, producer, verifier, **options)
+        return Audited(auditing.audit_folder(request, console), console)
 
     return run
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from truetap.harness.errors import IntegrityError
-from truetap.pipeline.producers.sample import BadFile, Found, Problem, Producer, Sample
+from truetap.pipeline.foreign.producers.sample import BadFile, Found, Problem, Producer, Sample
 from truetap.pipeline.store import Store
 
 
@@ -34,10 +33,6 @@ class OwnStore(Producer):
     def files(self) -> Iterator[Found]:
         """Yield the shards that the manifest names."""
         for name in self._entries:
-            if Path(name).name != name or name in {".", ".."}:
-                text = "a name that leads out of the folder: not followed"
-                yield Found(name, self._store.folder, 0, 0, Problem("link", text))
-                continue
             path = self._store.path(name)
             try:
                 state = path.stat()

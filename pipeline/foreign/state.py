@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from truetap.harness.errors import CouldNotRun, UsageError
-from truetap.pipeline.producers.sample import Found, Problem
+from truetap.pipeline.foreign.producers.sample import Found, Problem
 
 _TABLES = """
 BEGIN;

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from truetap.harness.errors import CouldNotRun, UsageError
-from truetap.pipeline import audit_report, audit_state
-from truetap.pipeline.audit_state import AuditState, Examined
-from truetap.pipeline.producers.sample import Found, Problem
+from truetap.pipeline.foreign import judgement
+from truetap.pipeline.foreign import state as state_file
+from truetap.pipeline.foreign.producers.sample import Found, Problem
+from truetap.pipeline.foreign.state import AuditState, Examined
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,7 +50,7 @@ def state(tmp_path: Path) -> AuditState:
 def test_an_interruption_costs_less_than_one_commit(
     state: AuditState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(audit_state, "COMMIT_EVERY", 10)
+    monkeypatch.setattr(state_file, "COMMIT_EVERY", 10)
     for index in range(37):
         state.record(found(index), [examined(index)])
     # Not closed: the process is gone.
@@ -111,13 +112,13 @@ def test_equal_states_of_different_tokens(state: AuditState) -> None:
         ("00002.pt", "00003.pt", 8),
         ("00003.pt", "00001.pt", 8),
     ]
-    shared = audit_report.repeats(state, {"00001.pt", "00002.pt"})
+    shared = judgement.repeats(state, {"00001.pt", "00002.pt"})
     assert shared is not None
     assert shared.severity == "error"
     assert shared.files == [
         ("00003.pt", "its first 8 rows are those of 00001.pt, whose tokens differ")
     ], "where values were compared they tell more"
-    assert audit_report.repeats(state, {f"0000{i}.pt" for i in (1, 2, 3)}) is None
+    assert judgement.repeats(state, {f"0000{i}.pt" for i in (1, 2, 3)}) is None
 
 
 def test_the_draw_is_the_seed_s_whatever_the_order(state: AuditState, tmp_path: Path) -> None:

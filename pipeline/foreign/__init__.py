@@ -1,0 +1,1 @@
+"""Audits of hidden states that somebody has on disk, whoever wrote them."""
