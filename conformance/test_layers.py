@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 
 from truetap.conformance.same import by_value, captured, of_width, scene, whole
 from truetap.harness import compare
+from truetap.harness.model import Float32
 from truetap.harness.observation import Observation
 from truetap.harness.pytest_plugin import Saw
+from truetap.harness.reference import Reference
 
 MEDIAN_LOGPROB_EXCESS = 2.0
 """Allowed median difference of log-probabilities, in units of the noise floor's median. Measured on
@@ -212,36 +215,43 @@ def test_each_block_leads_to_the_next_boundary(staged: Observation, saw: Saw) ->
     of_width(capture, staged.hidden_size)
     slots = {boundary: capture.states[:, i] for i, boundary in enumerate(every.spec.boundaries)}
     assert np.isfinite(capture.states).all(), f"request {capture.key!r} has values not finite"
+    away, floors = block_distances(staged.reference, slots, staged.num_blocks)
     worst, clearest = 0.0, float("inf")
     for k in range(1, staged.num_blocks):
-        reached = staged.reference.next_boundary(k, slots[k])
-        floor = compare.row_distances(
-            staged.reference.next_boundary(k, slots[k], rough=True), reached
-        )
-        own = compare.row_distances(slots[k + 1], reached)
-        typical = float(max(np.median(floor), np.finfo(np.float32).eps))
-        excess = float(np.median(own)) / typical
-        others = {
-            j: float(
-                np.median(
-                    compare.row_distances(slots[k + 1], staged.reference.next_boundary(j, slots[k]))
-                )
-            )
-            for j in (k - 1, k + 1)
-            if j < staged.num_blocks
-        }
-        nearest = min(others, key=others.__getitem__)
-        margin = others[nearest] / max(float(np.median(own)), 1e-12)
+        own = away[k].pop(k)
+        excess = own / max(floors[k], float(np.finfo(np.float32).eps))
+        nearest = min(away[k], key=away[k].__getitem__)
+        margin = away[k][nearest] / max(own, 1e-12)
         worst, clearest = max(worst, excess), min(clearest, margin)
         assert margin >= compare.MARGIN, (
             f"block {nearest} leads from boundary {k} to {k + 1} no worse than block {k} does "
-            f"({others[nearest]:.1e} and {np.median(own):.1e} away)"
+            f"({away[k][nearest]:.1e} and {own:.1e} away)"
         )
         assert excess <= BLOCK_EXCESS, (
             f"block {k} does not lead from captured boundary {k} to {k + 1}: "
-            f"{np.median(own):.1e} away, {excess:.1f} times the dtype's noise"
+            f"{own:.1e} away, {excess:.1f} times the dtype's noise"
         )
     saw(
         f"blocks 1 to {staged.num_blocks - 1}: at most {worst:.1f}x the noise of one block, other "
         f"blocks at least {clearest:.0f} times as far"
     )
+
+
+def block_distances(
+    reference: Reference, slots: Mapping[int, Float32], num_blocks: int
+) -> tuple[dict[int, dict[int, float]], dict[int, float]]:
+    """Return how far boundary k + 1 is from what blocks k - 1, k and k + 1 make of boundary k.
+
+    Median row distances, by k and block, and by k the noise of block k alone. The outer loop is
+    over blocks, so that a reference that holds one at a time reads each once.
+    """
+    away: dict[int, dict[int, float]] = {k: {} for k in range(1, num_blocks)}
+    floors = {}
+    for j in range(num_blocks):
+        reached = {k: reference.next_boundary(j, slots[k]) for k in (j - 1, j, j + 1) if k in away}
+        for k, state in reached.items():
+            away[k][j] = float(np.median(compare.row_distances(slots[k + 1], state)))
+        if j in reached:
+            rough = reference.next_boundary(j, slots[j], rough=True)
+            floors[j] = float(np.median(compare.row_distances(rough, reached[j])))
+    return away, floors

@@ -70,7 +70,7 @@ def audit(reference: Reference, task: Task) -> Finding:
     wrong = _other_tokens(task, held)
     if wrong:
         return Finding(False, wrong, (), round(time.monotonic() - began, 3), versions(reference))
-    truth = [reference.states(prompt) for prompt in task.token_ids]
+    truth = reference.states_of(task.token_ids)
     readings = {
         boundary: compare.read_slot(
             boundary, [states[:, slot].float().numpy() for states, _ in held], truth
@@ -174,9 +174,9 @@ def _serve(model: str, dtype: str, tasks: TextIO, answers: TextIO) -> None:
         answers.flush()
 
     try:
-        from truetap.harness.reference import Reference
+        from truetap.harness.reference import open_reference
 
-        reference = Reference(Path(model), dtype)
+        reference = open_reference(Path(model), dtype)
         for line in tasks:
             wanted = json.loads(line)
             answer({"finding": asdict(audit(reference, Task(**wanted)))})

@@ -10,17 +10,13 @@ def fault_of(name: object, *, slashes: bool = False) -> str | None:
 
     ``slashes`` allows paths, as in ``subprocess:PATH``, but no step up in them.
     """
-    if not isinstance(name, str):
-        return "it is no text"
-    if not name:
-        return "it is empty"
-    if len(name) > LONGEST and not slashes:
-        return f"it is longer than {LONGEST} characters"
-    if not name.isprintable():
-        return "it has control characters"
+    if not isinstance(name, str) or not name:
+        return "it is empty" if name == "" else "it is no text"
     parts = name.replace("\\", "/").split("/")
-    if ".." in parts or any(part.endswith(":..") for part in parts):
-        return "it leads out of its folder"
-    if not slashes and (len(parts) > 1 or name.startswith(".")):
-        return "it is a path, or hidden"
-    return None
+    faults = {
+        f"it is longer than {LONGEST} characters": len(name) > LONGEST and not slashes,
+        "it has control characters": not name.isprintable(),
+        "it leads out of its folder": ".." in parts or any(p.endswith(":..") for p in parts),
+        "it is a path, or hidden": not slashes and (len(parts) > 1 or name.startswith(".")),
+    }
+    return next((text for text, found in faults.items() if found), None)

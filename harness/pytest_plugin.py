@@ -190,7 +190,6 @@ class SuiteRun:
         """Open the adapter and drive it through the core workload."""
         from truetap.harness import registry
         from truetap.harness.observation import observe
-        from truetap.harness.reference import Reference
 
         name = self._config.getoption("adapter")
         if not name:
@@ -205,7 +204,7 @@ class SuiteRun:
         self.environment = asdict(self._session.environment())
         profile = suite_options.profile(self._config)
         by_value = profile != "shapes"  # which loads no second copy of the verifier
-        reference = Reference(Path(spec.model), spec.dtype) if by_value else None
+        reference = suite_options.reference(self._config, spec) if by_value else None
         return observe(self._session, spec, reference, {}, _say, profile=profile)
 
     def play(self, seen: Any) -> Any:

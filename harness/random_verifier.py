@@ -27,6 +27,17 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 1,
 }
 
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
 
 def tiny_llama(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
     """Write a Llama of ``num_blocks`` blocks, width 128, vocabulary 512; 7 MB, in float32.
@@ -59,6 +70,32 @@ def tiny_qwen3(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
     """Write a Qwen3: as ``tiny_llama``, with norms on queries and keys; 7 MB."""
     settings = {"num_key_value_heads": 2, "head_dim": 32, "num_hidden_layers": num_blocks}
     return _build(directory, "tiny_qwen3", "Qwen3", settings, seed)
+
+
+def tiny_qwen2(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
+    """Write a Qwen2: as ``tiny_llama``, with biases, and embeddings for a head; 7 MB."""
+    settings = {
+        "num_key_value_heads": 2,
+        "num_hidden_layers": num_blocks,
+        "tie_word_embeddings": True,
+    }
+    return _build(directory, "tiny_qwen2", "Qwen2", settings, seed)
+
+
+def tiny_qwen3_moe(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
+    """Write a Qwen3-MoE: as ``tiny_qwen3``, with experts from the third block on; 9 MB."""
+    settings = {
+        "initializer_range": 0.08,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": num_blocks,
+        "moe_intermediate_size": 64,
+        "num_experts": 8,
+        "num_experts_per_tok": 6,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0, 1],
+    }
+    return _build(directory, "tiny_qwen3_moe", "Qwen3Moe", settings, seed)
 
 
 def tiny_qwen3_next(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
@@ -118,28 +155,72 @@ def tiny_deepseek_v3(
         "num_nextn_predict_layers": 0,
     }
     if yarn:
-        settings["rope_parameters"] = {
-            "rope_type": "yarn",
-            "rope_theta": 10000.0,
-            "factor": 16.0,
-            "original_max_position_embeddings": 64,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-        }
+        settings["rope_parameters"] = _YARN
     # transformers routes in this way without being told, and so does not write it down; vLLM reads
     # it from the configuration, as published with the original, and takes softmax without it.
     unsaid = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     return _build(directory, "tiny_deepseek_v3", "DeepseekV3", settings, seed, unsaid=unsaid)
 
 
+def tiny_deepseek_v2(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
+    """Write a DeepSeek-V2: latent attention with whole queries, experts by softmax; 20 MB.
+
+    With YaRN, as published ones have it.
+    """
+    settings: dict[str, Any] = {
+        "initializer_range": 0.08,
+        "num_hidden_layers": num_blocks,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 32,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 16,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 12,
+        "topk_method": "greedy",
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "rope_parameters": _YARN,
+    }
+    return _build(directory, "tiny_deepseek_v2", "DeepseekV2", settings, seed)
+
+
+def tiny_kimi(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
+    """Write ``tiny_deepseek_v3`` as Kimi-K2.5 is written: within a larger model.
+
+    Configuration and names are nested; of the rest there is one tensor, which nothing reads.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tiny_deepseek_v3(directory, seed=seed, num_blocks=num_blocks)
+    weights = directory / "model.safetensors"
+    text = {f"language_model.{name}": value for name, value in load_file(weights).items()}
+    save_file(text | {"vision_tower.patch_embed.proj.weight": torch.ones(4, 4)}, weights)
+    path = directory / "config.json"
+    nested = json.loads(path.read_text()) | {"model_type": "kimi_k2"}
+    outer = {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25"}
+    path.write_text(json.dumps(outer | {"text_config": nested}, indent=2))
+    marker = {"built_by": "truetap.harness.random_verifier.tiny_kimi", "seed": seed}
+    (directory / "truetap.json").write_text(json.dumps(marker))
+    return directory
+
+
 Builder = Callable[..., Path]
 FAMILIES: dict[str, Builder] = {
     "llama": tiny_llama,
     "llama_narrow": narrow_llama,
+    "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,
+    "qwen3_moe": tiny_qwen3_moe,
     "qwen3_next": tiny_qwen3_next,
+    "deepseek_v2": tiny_deepseek_v2,
     "deepseek_v3": tiny_deepseek_v3,
 }
 """One builder a family, by name: ``FAMILIES[name](directory, seed=0, num_blocks=12)``."""

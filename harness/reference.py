@@ -1,4 +1,4 @@
-"""The full reference: transformers, every boundary, one precision above the engine.
+"""The reference: transformers, every boundary, one precision above the engine.
 
 The same model run in the engine's own precision gives the *noise floor*: how far a correct capture
 may be from the reference for numerical reasons alone. It is measured anew for each verifier, dtype
@@ -10,13 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from truetap.harness import compare
-from truetap.harness.errors import CouldNotRun
+from truetap.harness import compare, verifier
+from truetap.harness.errors import CouldNotRun, UsageError
 from truetap.harness.model import Float32
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ class Reference:
     """A verifier in transformers, in two precisions."""
 
     def __init__(self, model: Path, engine_dtype: str) -> None:
-        self.precision = "float64" if engine_dtype == "float32" else "float32"
+        self.precision = precise_dtype(engine_dtype)
         """What the reference itself computes in."""
         self._precise = _load(model, self.precision)
         self._rough = _load(model, engine_dtype)
@@ -56,6 +59,10 @@ class Reference:
             logprob_noise=np.abs(rough_logprobs - logprobs),
         )
 
+    def states_of(self, prompts: Sequence[Sequence[int]]) -> list[ReferenceStates]:
+        """Run several prompts, each by itself, in both precisions."""
+        return [self.states(token_ids) for token_ids in prompts]
+
     def logprobs_of_last(self, last: Float32, token_ids: Sequence[int]) -> Float32:
         """Return log_softmax(lm_head(norm(h))) at each next token; ``last`` is ``[T, H]``."""
         import torch
@@ -70,7 +77,7 @@ class Reference:
 
         The noise is the engine-precision reference's typical error over the whole sequence.
         """
-        pair = [self.states([*token_ids, token]) for token in (one, other)]
+        pair = self.states_of([[*token_ids, token] for token in (one, other)])
         gap = abs(float(pair[0].logprobs[-1] - pair[1].logprobs[-1]))
         return gap, float(max(np.mean(states.logprob_noise) for states in pair))
 
@@ -79,7 +86,13 @@ class Reference:
 
         ``rough`` computes it in the engine's dtype.
         """
-        return _through_block(self._rough if rough else self._precise, k, state)
+        import torch
+
+        model = self._rough if rough else self._precise
+        dtype = model.get_input_embeddings().weight.dtype
+        stream = torch.from_numpy(np.ascontiguousarray(state))[None].to(dtype)
+        reached: Float32 = through_block(model, k, stream)[0].float().numpy()
+        return reached
 
     def embedding_rows(self, token_ids: Sequence[int]) -> Float32:
         """Return ``[T, H]``: boundary 0 in the engine's dtype, exactly."""
@@ -91,21 +104,65 @@ class Reference:
         return found
 
 
+def open_reference(
+    model: Path,
+    engine_dtype: str,
+    *,
+    kind: str = "auto",
+    device: str = "cpu",
+    console: Console | None = None,
+) -> Reference:
+    """Return the reference of a verifier: "whole", or "streamed" through memory block by block.
+
+    "auto" holds it whole where both precisions take at most half of the free memory. Another
+    ``device`` than the CPU is for the streamed one. ``console`` shows how far it has come.
+    """
+    from truetap.harness.streamed_reference import StreamedReference
+
+    if kind == "whole" and device != "cpu":
+        raise UsageError(
+            f"the whole reference runs on the CPU, not on {device}",
+            remedy="--reference streamed, which can run on a GPU",
+        )
+    if kind == "whole" or (kind == "auto" and device == "cpu" and _whole(model, engine_dtype)):
+        return Reference(model, engine_dtype)
+    return StreamedReference(model, engine_dtype, device=device, console=console)
+
+
+def _whole(model: Path, engine_dtype: str) -> bool:
+    """Return whether a verifier is one to hold whole: as transformers has it, and small enough."""
+    import psutil
+
+    from truetap.harness.streamed_reference import FAMILIES
+
+    config = verifier.describe(model).config
+    text = config.get("text_config", config)
+    indirect = "text_config" in config or "quantization_config" in config
+    if indirect and text.get("model_type") in FAMILIES:
+        return False
+    stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    kept_as = str(text.get("dtype") or text.get("torch_dtype") or "bfloat16")
+    weights = stored / _BYTES.get(kept_as, 2)
+    needed = weights * (_BYTES[engine_dtype] + _BYTES[precise_dtype(engine_dtype)])
+    return bool(needed <= psutil.virtual_memory().available / 2)
+
+
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
 class _Enough(Exception):
     """Ends a forward pass of which nothing more is wanted."""
 
 
-def _through_block(model: Any, k: int, state: Float32) -> Float32:
-    """Run the model as far as block ``k``, with another input for it.
+def through_block(model: Any, k: int, stream: Any) -> Any:
+    """Return what block ``k`` of a transformers model makes of ``stream``; both ``[1, T, H]``.
 
     Masks and positions are prepared by the model, in ways that differ by family, so the block is
-    not called by hand.
+    not called by hand: the model runs as far as it, with another input for it.
     """
     import torch
 
     found: list[Any] = []
-    dtype = model.get_input_embeddings().weight.dtype
-    stream = torch.from_numpy(np.ascontiguousarray(state))[None].to(dtype)
 
     def give(_module: Any, args: Any, kwargs: Any) -> Any:
         if "hidden_states" in kwargs:
@@ -123,20 +180,34 @@ def _through_block(model: Any, k: int, state: Float32) -> Float32:
     ]
     try:
         with torch.no_grad():
-            model(torch.zeros((1, len(state)), dtype=torch.int64), use_cache=False)
+            model.base_model(inputs_embeds=stream, use_cache=False)
     except _Enough:
         pass
     finally:
         for hook in hooks:
             hook.remove()
-    reached: Float32 = found[0][0].float().numpy()
-    return reached
+    return found[0]
+
+
+def precise_dtype(engine_dtype: str) -> str:
+    """Return the precision above an engine's."""
+    return "float64" if engine_dtype == "float32" else "float32"
+
+
+def how(dtype: str) -> dict[str, Any]:
+    """Return what tells transformers, of any release, the dtype and how to compute experts."""
+    import torch
+    import transformers
+
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        return {"torch_dtype": getattr(torch, dtype)}  # beside engines up to vLLM 0.16.0
+    # The default, one grouped product over all experts, cannot be had in float64.
+    return {"dtype": getattr(torch, dtype), "experts_implementation": "eager"}
 
 
 def _load(model: Path, dtype: str) -> Any:
     try:
-        import torch
-        import transformers
+        import torch  # noqa: F401
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
     except ImportError as error:
@@ -144,13 +215,7 @@ def _load(model: Path, dtype: str) -> Any:
             f"the reference cannot run: {error}", remedy="pip install 'truetap[reference]'"
         ) from error
     logging.disable_progress_bar()
-    how = {"dtype": getattr(torch, dtype)}
-    if int(transformers.__version__.partition(".")[0]) < 5:
-        how = {"torch_dtype": getattr(torch, dtype)}  # beside engines up to vLLM 0.16.0
-    else:
-        # The default, one grouped product over all experts, cannot be had in float64.
-        how["experts_implementation"] = "eager"
-    return AutoModelForCausalLM.from_pretrained(model, **how).eval()
+    return AutoModelForCausalLM.from_pretrained(model, **how(dtype)).eval()
 
 
 def _run(model: Any, token_ids: Sequence[int]) -> tuple[Float32, Float32, Float32]:

@@ -16,7 +16,6 @@ from truetap.harness.adapter import Session
 from truetap.harness.errors import CouldNotRun, UsageError
 from truetap.harness.model import CaptureRequest, EngineSpec
 from truetap.harness.observation import (
-    Answer,
     Observation,
     Refusal,
     Scene,
@@ -162,7 +161,7 @@ def play(
         if set(staging.clauses) & set(clauses):
             say(f"another engine: {staging.says}")
             played[name] = _play(staging, name, seen, open_session)
-    return replace(seen, scenes=played)
+    return replace(seen, scenes=_with_references(seen, played))
 
 
 def _play(staging: Staging, name: str, seen: Observation, open_session: Open) -> Scene:
@@ -179,23 +178,44 @@ def _play(staging: Staging, name: str, seen: Observation, open_session: Open) ->
             for request in requests
             if staging.alone(request)
         }
-    return Scene(spec, requests, together, alone, _references(seen, spec, requests, together))
+    return Scene(spec, requests, together, alone, {})
 
 
-def _references(
-    seen: Observation, spec: EngineSpec, requests: Sequence[CaptureRequest], together: Answer
-) -> Mapping[str, ReferenceStates]:
-    """Return references of the tokens that have rows, those of the base session where equal."""
-    if isinstance(together, Refusal) or not spec.boundaries:
-        return {}
+def _with_references(seen: Observation, played: Mapping[str, Scene]) -> dict[str, Scene]:
+    """Return the scenes with references of the tokens that have rows.
+
+    Where the base session had the same tokens its reference is taken; the others are computed in
+    one call for all scenes, since for some references each call is a pass over the checkpoint.
+    """
     assert seen.reference is not None  # a profile that has scenes judges by value
     known = {request.key: request.token_ids for request in seen.requests}
-    generated = {capture.key: capture.generated for capture in together.captures}
+    tokens = {name: _tokens_with_rows(scene) for name, scene in played.items()}
+    others = {
+        (name, key): ids
+        for name, scene_tokens in tokens.items()
+        for key, ids in scene_tokens.items()
+        if known.get(key) != ids
+    }
+    computed = dict(zip(others, seen.reference.states_of(list(others.values())), strict=True))
+
+    def of(name: str, key: str) -> ReferenceStates:
+        return computed[name, key] if (name, key) in computed else seen.references[key]
+
+    return {
+        name: replace(scene, references={key: of(name, key) for key in tokens[name]})
+        for name, scene in played.items()
+    }
+
+
+def _tokens_with_rows(scene: Scene) -> dict[str, tuple[int, ...]]:
+    """Return the tokens of each request that must have come back with rows."""
+    if isinstance(scene.together, Refusal) or not scene.spec.boundaries:
+        return {}
+    generated = {capture.key: capture.generated for capture in scene.together.captures}
     found = {}
-    for request in requests:
+    for request in scene.requests:
         ids = request.token_ids
-        if spec.include_output:
+        if scene.spec.include_output:
             ids = (ids + generated.get(request.key, ()))[: len(ids) + request.max_tokens - 1]
-        same = known.get(request.key) == ids
-        found[request.key] = seen.references[request.key] if same else seen.reference.states(ids)
+        found[request.key] = ids
     return found

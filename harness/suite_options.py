@@ -20,6 +20,7 @@ from truetap.harness.model import EngineSpec
 
 if TYPE_CHECKING:
     from truetap.harness.expectations import Expectations
+    from truetap.harness.reference import Reference
 
 DEADLINE_S = 1800.0
 """How long a run of the suite may take unless ``--deadline`` says otherwise."""
@@ -56,6 +57,20 @@ def add(parser: pytest.Parser) -> None:
         default="ci",
         choices=["dev", "ci", "gpu", "nightly"],
         help="how many batches hypothesis draws (default: ci)",
+    )
+    group.addoption(
+        "--reference",
+        default="auto",
+        choices=["auto", "whole", "streamed"],
+        help="hold the reference whole, in two precisions, or one block at a time "
+        "(default: whole where that takes at most half of the free memory)",
+    )
+    group.addoption(
+        "--reference-device",
+        default="cpu",
+        metavar="DEVICE",
+        help="where to compute it: cpu, or a GPU that the engine leaves alone, such as cuda:1, "
+        "where it is always streamed (default: cpu)",
     )
     group.addoption("--report", help="write the conformance report to this file")
     group.addoption(
@@ -139,6 +154,9 @@ def reproduce(config: pytest.Config, clause_id: str) -> str:
     ):
         if value := config.getoption(name, None):
             command += [f"--{name}", value]
+    for name, default in (("reference", "auto"), ("reference-device", "cpu")):
+        if (value := config.getoption(f"--{name}", default)) != default:
+            command += [f"--{name}", value]
     if (draws := config.getoption("draws", "ci")) != "ci":
         command += ["--draws", draws]
     return shlex.join([*command, "--clause", clause_id])
@@ -211,6 +229,21 @@ def spec(config: pytest.Config, scratch: Path, subject: object = None) -> Engine
         record["boundaries"] = boundaries.eagle3(facts.num_blocks)
     made = EngineSpec(**record)
     return replace(made, boundaries=tuple(made.boundaries))
+
+
+def reference(config: pytest.Config, spec: EngineSpec) -> Reference:
+    """Open the reference that the captures of a run are judged against."""
+    from rich.console import Console
+
+    from truetap.harness.reference import open_reference
+
+    return open_reference(
+        Path(spec.model),
+        spec.dtype,
+        kind=config.getoption("reference", "auto"),
+        device=config.getoption("reference_device", "cpu"),
+        console=Console(),
+    )
 
 
 def suite_digest() -> str:

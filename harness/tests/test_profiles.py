@@ -123,12 +123,12 @@ def test_a_run_of_shapes_loads_no_reference(
     class Loaded(Exception):
         pass
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise Loaded
 
     adapter = SimpleNamespace(name="narrow", open=lambda *_, **__: Narrow())
     monkeypatch.setattr(registry, "find", lambda _: adapter)
-    monkeypatch.setattr(reference, "Reference", refuse)
+    monkeypatch.setattr(reference, "open_reference", refuse)
     monkeypatch.setattr(suite_options, "spec", lambda *_: spec)
     options = {"adapter": "narrow", "profile": "shapes"}
     config: Any = SimpleNamespace(getoption=lambda name, default=None: options.get(name, default))

@@ -37,7 +37,9 @@ def base(**facts: Any) -> Observation:
         "requests": requests,
         "environment": Environment(facts, {}),
         "references": dict.fromkeys((request.key for request in requests), "known"),
-        "reference": SimpleNamespace(states=lambda ids: f"computed {len(ids)}"),
+        "reference": SimpleNamespace(
+            states_of=lambda prompts: [f"computed {len(ids)}" for ids in prompts]
+        ),
     }
     rest = {field.name: None for field in fields(Observation) if field.default is MISSING}
     rest.pop("scenes")

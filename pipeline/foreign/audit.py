@@ -26,7 +26,7 @@ from truetap.pipeline.foreign.values import Slot
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from truetap.harness.reference import ReferenceStates
+    from truetap.harness.reference import Reference, ReferenceStates
 
 REFERENCE_BYTES = 1 << 30
 """What the references of samples compared together may take."""
@@ -150,7 +150,7 @@ def _compare_some(
     model: Path,
     console: Console,
 ) -> None:
-    from truetap.harness.reference import Reference
+    from truetap.harness.reference import open_reference
 
     facts, most = producer.verifier, values.MOST_ROWS
     (_, _, dtype, _), *_ = state.shapes()
@@ -158,12 +158,14 @@ def _compare_some(
     lengths = [(one.name, min(one.tokens, most)) for one in todo]
     per_row = 4 * (facts.num_blocks + 2) * facts.hidden_size
     console.print("loading the verifier for the reference", highlight=False)
-    reference = Reference(model, dtype if dtype in _EXACT else "bfloat16")
+    known = dtype if dtype in _EXACT else "bfloat16"
+    reference = open_reference(model, known, console=console)
     done = 0
     for group in values.chunks(lengths, per_row, REFERENCE_BYTES):
         # All prompts of a group are known before the reference is asked.
         held = {s.name: s for s in _samples(producer, {n: files[n] for n in group})}
-        references = _references(reference, held, console)
+        console.print(f"the verifier's own states of {len(held)} samples", highlight=False)
+        references = _references(reference, held)
         with bar(console, "compared by value", len(todo), done=done) as progress:
             for name, sample in held.items():
                 states = values.as_array(sample.states, most)
@@ -174,16 +176,9 @@ def _compare_some(
         state.commit()
 
 
-def _references(
-    reference: Any, held: Mapping[str, Sample], console: Console
-) -> dict[str, ReferenceStates]:
-    found = {}
-    with bar(console, "the verifier's own states", len(held)) as progress:
-        for name, sample in held.items():
-            token_ids = sample.token_ids[: values.MOST_ROWS].tolist()
-            found[name] = reference.states(token_ids)
-            progress.advance()
-    return found
+def _references(reference: Reference, held: Mapping[str, Sample]) -> dict[str, ReferenceStates]:
+    prompts = [sample.token_ids[: values.MOST_ROWS].tolist() for sample in held.values()]
+    return dict(zip(held, reference.states_of(prompts), strict=True))
 
 
 def _samples(producer: Producer, wanted: Mapping[str, str]) -> Iterator[Sample]:
