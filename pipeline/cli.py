@@ -264,16 +264,16 @@ def gate(stage: Stage, policy: Path | None, certificate: tuple[Path, ...], as_js
     files alone are enough to deny.
     """
     from truetap.pipeline import conform as suite
-    from truetap.pipeline import extract as extraction
+    from truetap.pipeline import gatekeeper
 
     config = cli_gate.with_gate(stage.config, policy=policy, certificates=certificate or None)
-    decision = extraction.ask_gate(config, stage.folder, binding=None)
+    decision = gatekeeper.ask_gate(config, stage.folder, binding=None)
     if decision.allowed:
         binding = suite.workers_binding(stage.adapter, stage.spec, stage.folder.logs / "gate")
-        decision = extraction.ask_gate(config, stage.folder, binding=binding)
+        decision = gatekeeper.ask_gate(config, stage.folder, binding=binding)
     if as_json:
         click.echo(json.dumps(decision.as_dict(), indent=1))
-    extraction.require_allowed(decision, stage.console)
+    gatekeeper.require_allowed(decision, stage.console)
 
 
 @app.command()

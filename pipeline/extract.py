@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,9 @@ from truetap.harness.auditor_process import Auditor, Checker
 from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, UsageError
 from truetap.harness.model import CaptureRequest, EngineSpec, Environment
 from truetap.harness.progress import Bar, bar
-from truetap.harness.pytest_plugin import suite_digest
-from truetap.pipeline import gate, plan, policy, prepare, provenance, uncertified
+from truetap.pipeline import plan, prepare, provenance
 from truetap.pipeline.config import RunConfig
+from truetap.pipeline.gatekeeper import Gatekeeper
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.run_audit import RunAudit
 from truetap.pipeline.run_folder import RunFolder
@@ -80,10 +79,9 @@ def extract(
         audit.begin([job.name for job in todo])
         if todo:
             _require_space(store, todo, spec)
-            _capture(
-                *(config, folder, spec, console, store, todo, audit, facts, len(conversations)),
-                allow_uncertified,
-            )
+            _Extraction(
+                config, folder, spec, console, store, audit, facts, allow_uncertified
+            ).capture(todo, len(conversations))
         audit.settle()
     if todo and config.audit.enabled:
         console.print(audit.told(), highlight=False)
@@ -100,132 +98,47 @@ def _auditor(config: RunConfig, folder: RunFolder, spec: EngineSpec) -> Auditor:
     )
 
 
-def _capture(
-    config: RunConfig,
-    folder: RunFolder,
-    spec: EngineSpec,
-    console: Console,
-    store: Store,
-    todo: Sequence[_Job],
-    audit: RunAudit,
-    facts: Mapping[str, Any],
-    total: int,
-    allow_uncertified: str | None,
-) -> None:
-    """Start the engine, ask the gate, make the shards."""
-    done = total - sum(len(job.conversations) for job in todo)
-    console.print(f"to be captured: {plan.told(*_sizes(todo, spec))}", highlight=False)
-    console.print("starting vLLM to capture", highlight=False)
-    session = _opened(config.capture.adapter, spec, folder.logs / "extract")
-    with closing(session):
-        if not isinstance(session, VllmNativeSession):
-            raise UsageError(
-                f"adapter {config.capture.adapter!r} cannot write shards",
-                remedy="use vllm_native for extraction",
-            )
-        environment = session.environment()
-        keeper = _Gatekeeper(config, folder, environment.binding, allow_uncertified, console)
-        keeper.standing()
-        audit.settle()  # of what an earlier run left, before anything is added to it
-        with bar(console, "captured", total, done=done) as progress:
-            counter = _Counter(progress)
-            for job in todo:
-                entry = _make(
-                    *(store, session, job, counter, facts, environment, keeper.standing()),
-                    audit.promise,
+@dataclass(frozen=True)
+class _Extraction:
+    """What every shard of one extraction is made with."""
+
+    config: RunConfig
+    folder: RunFolder
+    spec: EngineSpec
+    console: Console
+    store: Store
+    audit: RunAudit
+    facts: Mapping[str, Any]
+    allow_uncertified: str | None
+
+    def capture(self, todo: Sequence[_Job], total: int) -> None:
+        """Start the engine, ask the gate, make the shards."""
+        console, adapter = self.console, self.config.capture.adapter
+        done = total - sum(len(job.conversations) for job in todo)
+        console.print(f"to be captured: {plan.told(*_sizes(todo, self.spec))}", highlight=False)
+        console.print("starting vLLM to capture", highlight=False)
+        session = _opened(adapter, self.spec, self.folder.logs / "extract")
+        with closing(session):
+            if not isinstance(session, VllmNativeSession):
+                raise UsageError(
+                    f"adapter {adapter!r} cannot write shards",
+                    remedy="use vllm_native for extraction",
                 )
-                if not audit.published(entry, last=job is todo[-1]):
-                    return  # what comes now is the auditor's: ``settle``
-
-
-def ask_gate(
-    config: RunConfig, folder: RunFolder, *, binding: Mapping[str, Any] | None
-) -> gate.Decision:
-    """Ask the gate about this run, now."""
-    demanded = policy.load(config.gate.policy)
-    return gate.decide(
-        config.gate.certificates or (folder.certificate,),
-        demanded.demands(config.gate.profile, suite_digest(), datetime.now(UTC), binding),
-        report_path=None if config.gate.certificates else folder.report,
-    )
-
-
-def require_allowed(decision: gate.Decision, console: Console) -> None:
-    """Show the gate's decision; raise if it denies."""
-    if decision.allowed:
-        where = "by these very workers" if decision.workers_checked else "so far, from the files"
-        where += "" if decision.signer else " (unsigned: development only)"
-        console.print(f"gate: allowed {where}", style="green", highlight=False)
-        return
-    nearest = f"; of {decision.judged} certificates {decision.path} comes nearest"
-    told = f"gate: denied{nearest if decision.judged > 1 else ''}"
-    console.print(told, style="bold red", highlight=False, markup=False)
-    for reason in decision.reasons:
-        console.print(f"  {reason.code}: {reason.text}", highlight=False, markup=False)
-        console.print(f"    remedy: {reason.remedy}", style="dim", highlight=False, markup=False)
-    codes = list(dict.fromkeys(reason.code for reason in decision.reasons))
-    raise CheckFailed(f"the gate denies this run: {', '.join(codes)}; nothing was extracted")
-
-
-def go_on_uncertified(decision: gate.Decision, console: Console, reason: str) -> None:
-    """Say loudly that a denied run goes on, or that the flag was not needed."""
-    if decision.allowed:
-        require_allowed(decision, console)
-        text = "--allow-uncertified is not needed: nothing is recorded as uncertified"
-        console.print(text, style="yellow", highlight=False)
-        return
-    uncertified.banner(console, reason, [(why.code, why.text) for why in decision.reasons])
-
-
-class _Gatekeeper:
-    """Asks the gate before every shard: a certificate may expire, or be replaced, meanwhile."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: RunFolder,
-        binding: Mapping[str, Any],
-        reason: str | None,
-        console: Console,
-    ) -> None:
-        self._config, self._folder, self._binding = config, folder, binding
-        self._reason, self._console = reason, console
-        self._told: gate.Decision | None = None
-
-    def standing(self) -> dict[str, Any]:
-        """Return what the next shard's line says of its certificate; raise if it may not be made.
-
-        The time comes before the question, so a shard is never older than its permission.
-        """
-        made = datetime.now(UTC)
-        decision = ask_gate(self._config, self._folder, binding=self._binding)
-        first, news = self._told is None, decision != self._told
-        self._told = decision
-        if self._reason is None:
-            if first:
-                require_allowed(decision, self._console)
-            _require_still_allowed(decision)
-        elif news:
-            go_on_uncertified(decision, self._console, self._reason)
-        if decision.allowed and decision.certificate:
-            judged = getattr(decision, "path", None) or self._folder.certificate
-            provenance.keep(self._folder.shards, judged, decision.certificate)
-            return {"made": made.isoformat(), "certificate": decision.certificate}
-        assert self._reason is not None
-        if news:
-            uncertified.record(self._folder, self._reason, decision, made)
-        said = uncertified.entry_of(self._reason, decision)
-        return {"made": made.isoformat(), "uncertified": said}
-
-
-def _require_still_allowed(decision: gate.Decision) -> None:
-    """Raise if the gate denies the shards that are left, with what it says of them."""
-    if not decision.allowed:
-        told = "; ".join(f"{why.code}: {why.text}" for why in decision.reasons)
-        raise CheckFailed(
-            f"the gate denies the rest of this run: {told}; the shards made so far are kept",
-            remedy=decision.reasons[0].remedy,
-        )
+            environment = session.environment()
+            keeper = Gatekeeper(
+                self.config, self.folder, environment.binding, self.allow_uncertified, console
+            )
+            keeper.standing()
+            self.audit.settle()  # of what an earlier run left, before anything is added to it
+            with bar(console, "captured", total, done=done) as progress:
+                counter = _Counter(progress)
+                for job in todo:
+                    promised = {**keeper.standing(), **self.audit.promise}
+                    entry = _make(
+                        self.store, session, job, counter, self.facts, environment, promised
+                    )
+                    if not self.audit.published(entry, last=job is todo[-1]):
+                        return  # what comes now is the auditor's: ``settle``
 
 
 class _Counter:
@@ -247,10 +160,12 @@ def _make(
     counter: _Counter,
     facts: Mapping[str, Any],
     environment: Environment,
-    standing: Mapping[str, Any],
-    promise: Mapping[str, Any] | None = None,
+    promised: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Capture one shard, check its values, publish it; return its line."""
+    """Capture one shard, check its values, publish it; return its line.
+
+    ``promised`` is what the line says of its certificate and its audit.
+    """
     requests = [CaptureRequest(c.id, c.token_ids) for c in job.conversations]
     lengths = {request.key: len(request.token_ids) for request in requests}
     path = store.path(job.name)
@@ -277,10 +192,9 @@ def _make(
             "dtype": facts["dtype"],
             "verifier": {"name": environment.recorded["verifier_name"], **facts["verifier"]},
             "engine": {k: v for k, v in binding.items() if k not in ("verifier", "boundaries")},
-            **standing,
+            **promised,
             "digests": digests,
             "ids": [c.id for c in job.conversations],
-            **(promise or {}),
         }
     )
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from truetap.harness import reaper
 from truetap.harness.errors import CheckFailed, TruetapError
-from truetap.pipeline import conform, extract, report, uncertified
+from truetap.pipeline import conform, gatekeeper, report, uncertified
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,11 +49,11 @@ def run(stage: Stage, *, allow_uncertified: str | None = None) -> None:
                 raise
             console.print("no certificate: the capture path did not pass", style="red")
     _title(console, "gate")
-    decision = extract.ask_gate(config, folder, binding=None)
+    decision = gatekeeper.ask_gate(config, folder, binding=None)
     if allow_uncertified is None:
-        extract.require_allowed(decision, console)
+        gatekeeper.require_allowed(decision, console)
     else:
-        extract.go_on_uncertified(decision, console, allow_uncertified)
+        gatekeeper.go_on_uncertified(decision, console, allow_uncertified)
     if decision.allowed:
         conform.keep(decision, folder)
     if stage.mutant:

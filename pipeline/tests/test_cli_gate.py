@@ -17,7 +17,7 @@ from truetap.harness import certificate, report, signing
 from truetap.harness.errors import CheckFailed, IntegrityError
 from truetap.harness.report import Outcome
 from truetap.harness.suite_options import suite_digest
-from truetap.pipeline import cli, conform, extract, run
+from truetap.pipeline import cli, conform, gatekeeper, run
 from truetap.pipeline import config as configuration
 from truetap.pipeline import report as pages
 from truetap.pipeline.gate import Decision
@@ -357,7 +357,7 @@ def test_a_run_that_names_certificates_makes_none(
     run.run(Stage(here, console))  # type: ignore[arg-type]
     assert verbs == STAGES
     assert here.folder.certificate.read_bytes() == good.read_bytes()
-    decision = extract.ask_gate(configuration.load(here.config), here.folder, binding=BINDING)
+    decision = gatekeeper.ask_gate(configuration.load(here.config), here.folder, binding=BINDING)
     assert (decision.allowed, decision.path) == (True, good)
 
 

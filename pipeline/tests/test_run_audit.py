@@ -451,7 +451,7 @@ def test_extraction_stops_at_a_fault_keeps_what_is_good_and_then_finishes(
     spec = EngineSpec(str(tiny_verifier), BOUNDARIES)
     monkeypatch.setattr(extract, "facts_of", lambda *_: FACTS)
     monkeypatch.setattr(extract, "_without_certificate", lambda *_, **__: set())
-    monkeypatch.setattr(extract._Gatekeeper, "standing", lambda _: {"certificate": "c0ffee"})
+    monkeypatch.setattr(extract.Gatekeeper, "standing", lambda _: {"certificate": "c0ffee"})
     path = SimpleNamespace(fault="off-by-one", after=2)
     opened: list[Turning] = []
 

@@ -19,6 +19,7 @@ from truetap.pipeline import (
     conform,
     evaluate,
     extract,
+    gatekeeper,
     model_card,
     report,
     run,
@@ -89,10 +90,11 @@ def keeper(
     (folder.root / "certificates" / f"{digest}.json").rename(folder.certificate)
 
     def ask(*decisions: Decision, reason: str | None) -> list[dict[str, Any]]:
-        answers = iter([replace(d, certificate=digest) if d.certificate else d for d in decisions])
-        monkeypatch.setattr(extract, "ask_gate", lambda *_, **__: next(answers))
+        judged = {"certificate": digest, "path": folder.certificate}
+        answers = iter([replace(d, **judged) if d.certificate else d for d in decisions])
+        monkeypatch.setattr(gatekeeper, "ask_gate", lambda *_, **__: next(answers))
         config = RunConfig(output=folder.root, verifier=Verifier(directory=folder.root))
-        made = extract._Gatekeeper(config, folder, {}, reason, console)
+        made = gatekeeper.Gatekeeper(config, folder, {}, reason, console)
         return [made.standing() for _ in decisions]
 
     return ask
@@ -201,7 +203,7 @@ def stages(
         monkeypatch.setattr(reaper, "watch_over_me", lambda: None)
         monkeypatch.setattr(conform, "still_certified", lambda *_: False)
         monkeypatch.setattr(conform, "certify", no_certificate)
-        monkeypatch.setattr(extract, "ask_gate", lambda *_, **__: decision)
+        monkeypatch.setattr(gatekeeper, "ask_gate", lambda *_, **__: decision)
         config = RunConfig(output=folder.root, verifier=Verifier(directory=folder.root))
         stage = SimpleNamespace(
             config=config, folder=folder, console=console, adapter="a", spec=None, mutant=None
