@@ -73,16 +73,21 @@ class Finished:
     """What the engine's KV connector said of the request."""
 
 
-def _refuse_missing_gpus(tensor_parallel_size: int) -> None:
-    """Raise ``UsageError`` if this machine has GPUs, and fewer than ranks are asked for."""
+def visible_gpus() -> int:
+    """Return how many GPUs an engine started here would see; 0 without torch."""
     try:
         import torch
     except ImportError:
-        return  # starting the engine says what is missing
-    if torch.cuda.is_available() and torch.cuda.device_count() < tensor_parallel_size:
+        return 0  # starting the engine says what is missing
+    return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
+
+
+def _refuse_missing_gpus(tensor_parallel_size: int) -> None:
+    """Raise ``UsageError`` if this machine has GPUs, and fewer than ranks are asked for."""
+    if 0 < (visible := visible_gpus()) < tensor_parallel_size:
         raise UsageError(
             f"tensor parallel over {tensor_parallel_size} ranks needs as many GPUs; "
-            f"{torch.cuda.device_count()} are visible",
+            f"{visible} are visible",
             remedy="lower tensor_parallel_size, or show more GPUs in CUDA_VISIBLE_DEVICES",
         )
 

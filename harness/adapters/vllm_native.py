@@ -22,6 +22,7 @@ from truetap.harness.engine import (
     VllmEngine,
     arguments_of,
     hidden_states_config,
+    visible_gpus,
 )
 from truetap.harness.errors import CheckFailed, UsageError
 from truetap.harness.model import Capture, CaptureBatch, CaptureRequest, EngineSpec, Environment
@@ -29,6 +30,8 @@ from truetap.harness.model import Capture, CaptureBatch, CaptureRequest, EngineS
 WITHOUT_BOUNDARY_0 = frozenset({"deepseek_v2", "deepseek_v3", "kimi_k2"})
 """``model_type`` of verifiers whose model file in vLLM (deepseek_v2.py) dies on id 0: there is no
 residual to add before the first block."""
+
+_EMBEDDINGS = "take the embeddings of the token ids: they are the same"
 
 _CONNECTOR = "truetap.harness.adapters.vllm_connector"
 _SOURCES = (_CONNECTOR, "truetap.harness.adapters.vllm_worker", "truetap.harness.shard", __name__)
@@ -259,8 +262,13 @@ def _supported(spec: EngineSpec) -> tuple[int, ...]:
     model_type = verifier.kinds(facts.config)["verifier_model_type"]
     if 0 in spec.boundaries and model_type in WITHOUT_BOUNDARY_0:
         raise UsageError(
-            f"vLLM cannot give boundary 0 of a {model_type} verifier",
-            remedy="take the embeddings of the token ids: they are the same",
+            f"vLLM cannot give boundary 0 of a {model_type} verifier", remedy=_EMBEDDINGS
+        )
+    if 0 in spec.boundaries and visible_gpus():
+        # vLLM keeps the embeddings themselves, no copy; the first block's fused norm adds to them
+        # in place. Seen on 0.26.0, eager; the code is the same in 0.32.0.
+        raise UsageError(
+            "vLLM on a GPU gives another state in place of boundary 0", remedy=_EMBEDDINGS
         )
     return check(spec.boundaries, facts.num_blocks)
 

@@ -62,9 +62,17 @@ def test_a_boundary_that_the_model_file_lacks_is_refused(
         vllm_native._supported(replace(spec, boundaries=(1, 13)))
 
 
-def test_other_verifiers_have_their_embeddings(tmp_path: Path) -> None:
+def test_other_verifiers_have_their_embeddings_where_nothing_overwrites_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CASE-14: on a GPU the first block's fused norm adds to what was kept for boundary 0."""
     spec = replace(described(tmp_path, "llama"), boundaries=(0, 1, 11, 12))
+    monkeypatch.setattr(vllm_native, "visible_gpus", lambda: 0)
     assert vllm_native._supported(spec) == (0, 1, 11, 12)
+    monkeypatch.setattr(vllm_native, "visible_gpus", lambda: 1)
+    with pytest.raises(UsageError, match="another state in place of boundary 0"):
+        vllm_native._supported(spec)
+    assert vllm_native._supported(replace(spec, boundaries=(1, 12))) == (1, 12)
 
 
 def test_rows_of_generated_tokens_are_refused(tmp_path: Path) -> None:
