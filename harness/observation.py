@@ -64,6 +64,9 @@ class Scene:
     """Of the tokens that came back, by key."""
 
 
+NOTHING = CaptureBatch((), "")
+
+
 @dataclass(frozen=True)
 class Observation:
     """What was seen of one capture path."""
@@ -79,21 +82,22 @@ class Observation:
     """All requests in one call."""
     singles: dict[str, CaptureBatch]
     """Some of the requests again, each alone, by key; the prefix cache is warm by then."""
-    warm_requests: tuple[CaptureRequest, ...]
-    warm: CaptureBatch
+    warm_requests: tuple[CaptureRequest, ...] = ()
+    warm: CaptureBatch = NOTHING
     """In one call: prompts that are in the prefix cache, and one that begins like one of them."""
-    reordered: CaptureBatch
+    reordered: CaptureBatch = NOTHING
     """All requests once more, in another order."""
-    limits: Mapping[int, Answer]
+    limits: Mapping[int, Answer] = field(default_factory=dict)
     """Prompts at and past the longest that must be captured, by length: the longest core prompt
     and what follows it."""
-    afterwards: Answer
+    afterwards: Answer = NOTHING
     """The fourth request again, after all that."""
-    logprobs: dict[str, list[float] | None]
+    logprobs: dict[str, list[float] | None] = field(default_factory=dict)
     """The engine's own prompt log-probabilities of some requests."""
-    references: dict[str, ReferenceStates]
-    reference: Reference | None
-    """None where nothing is judged by value: in profile ``shapes``."""
+    references: dict[str, ReferenceStates] = field(default_factory=dict)
+    reference: Reference | None = None
+    """None where nothing is judged by value: in profile ``shapes``, which sees only what stands
+    before ``warm_requests``."""
     log: str | None = None
     """What the engine's processes wrote, if the session keeps it."""
     sampled: Answer | None = None
@@ -146,27 +150,20 @@ def observe(
     then = ", then all in another order" if reference is not None else ""
     say(f"capturing {len(alone)} of them alone{then}")
     singles = {request.key: session.capture([request]) for request in alone}
+    seen = Observation(
+        spec=spec,
+        environment=session.environment(),
+        hidden_size=facts.hidden_size,
+        num_blocks=facts.num_blocks,
+        requests=tuple(requests),
+        before=before,
+        batch=batch,
+        singles=singles,
+        session=session,
+        profile=profile,
+    )
     if reference is None:  # nothing will be judged by value: the rest is not asked for
-        return Observation(
-            spec=spec,
-            environment=session.environment(),
-            hidden_size=facts.hidden_size,
-            num_blocks=facts.num_blocks,
-            requests=tuple(requests),
-            before=before,
-            batch=batch,
-            singles=singles,
-            warm_requests=(),
-            warm=CaptureBatch((), ""),
-            reordered=CaptureBatch((), ""),
-            limits={},
-            afterwards=before,
-            logprobs={},
-            references={},
-            reference=None,
-            session=session,
-            profile=profile,
-        )
+        return seen
     warm_requests = _warm(requests)
     warm = session.capture(warm_requests)
     reordered = session.capture(_shuffled(requests))
@@ -192,15 +189,8 @@ def observe(
     # All at once: a reference that holds one block at a time reads its checkpoint for each call.
     found = reference.states_of([wanted[key] for key in fresh])
     references.update(zip(fresh, found, strict=True))
-    return Observation(
-        spec=spec,
-        environment=session.environment(),
-        hidden_size=facts.hidden_size,
-        num_blocks=facts.num_blocks,
-        requests=tuple(requests),
-        before=before,
-        batch=batch,
-        singles=singles,
+    return replace(
+        seen,
         warm_requests=tuple(warm_requests),
         warm=warm,
         reordered=reordered,
@@ -211,8 +201,6 @@ def observe(
         reference=reference,
         log=log.read_text(errors="replace") if log is not None and log.is_file() else None,
         sampled=sampled,
-        session=session,
-        profile=profile,
     )
 
 
