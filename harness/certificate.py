@@ -147,7 +147,7 @@ def load(path: Path) -> Certificate:
     """
     data = _bytes_of(path)
     try:
-        return _opened(data)
+        return opened(data)
     except Untrusted as error:
         raise Untrusted(
             error.code, f"{path} is not a valid certificate: {error}", remedy=error.remedy
@@ -187,7 +187,29 @@ def shortcomings(held: Certificate, demands: Demands) -> list[Reason]:
         *_suite(predicate["suite"]["sha256"], demands.suite_digest),
         *_dates(predicate, demands),
         *_clauses(predicate, demands),
+        *_foretold(predicate, demands),
     ]
+
+
+def against_policy(held: Certificate, demands: Demands) -> list[Reason]:
+    """Return what a policy says of a certificate under which something was made, at ``now``.
+
+    Not what the gate asked then and nobody can ask again: the workers, and the suite of that day.
+    """
+    distrust = _distrusted(held.signer, demands)
+    return [
+        *([distrust] if distrust else []),
+        *_profile(held.predicate, demands.profile),
+        *_age(held.predicate, demands),
+        *_foretold(held.predicate, demands),
+    ]
+
+
+def opened(data: bytes) -> Certificate:
+    """Return the certificate that a file's bytes are; ``Untrusted`` if they are none."""
+    sealed = signing.unseal(data)
+    digest = hashlib.sha256(data).hexdigest()
+    return Certificate(statement.parse(sealed.payload), digest, sealed.signer)
 
 
 def _bytes_of(path: Path) -> bytes:
@@ -228,12 +250,6 @@ def _too_large(path: Path, size: int) -> Untrusted:
     return Untrusted("too-large", f"{path} has {size:,} bytes; no certificate has that many")
 
 
-def _opened(data: bytes) -> Certificate:
-    sealed = signing.unseal(data)
-    digest = hashlib.sha256(data).hexdigest()
-    return Certificate(statement.parse(sealed.payload), digest, sealed.signer)
-
-
 def _distrusted(signer: str | None, demands: Demands) -> Reason | None:
     if signer is None and not demands.unsigned:
         return Reason(
@@ -257,6 +273,10 @@ def _kind(predicate: Mapping[str, Any], wanted: str) -> Iterator[Reason]:
         )
     if predicate["result"] not in (statement.PASS, statement.EXPECTED_FAILURES):
         yield Reason("result", f"its result is {predicate['result']!r}", AGAIN)
+    yield from _profile(predicate, wanted)
+
+
+def _profile(predicate: Mapping[str, Any], wanted: str) -> Iterator[Reason]:
     held = predicate["profile"]
     if not contract.satisfies(held, wanted):
         yield Reason("profile", f"it is for profile {held!r}, not {wanted!r}", AGAIN)
@@ -288,7 +308,13 @@ def _dates(predicate: Mapping[str, Any], demands: Demands) -> Iterator[Reason]:
         yield Reason("not-yet", text, "set the clock")
     if demands.now > expires:
         yield Reason("expired", f"it expired on {expires:%Y-%m-%d %H:%M:%S %Z}", AGAIN)
-    elif demands.max_age is not None and demands.now - created > demands.max_age:
+    else:
+        yield from _age(predicate, demands)
+
+
+def _age(predicate: Mapping[str, Any], demands: Demands) -> Iterator[Reason]:
+    created = datetime.fromisoformat(predicate["timeCreated"])
+    if demands.max_age is not None and demands.now - created > demands.max_age:
         text = f"it was issued at {created:%Y-%m-%d %H:%M:%S %Z}; the policy allows "
         yield Reason("too-old", f"{text}{demands.max_age.days} days", AGAIN)
 
@@ -298,11 +324,15 @@ def _clauses(predicate: Mapping[str, Any], demands: Demands) -> Iterator[Reason]
     required: set[str] = set(contract.clauses_of(demands.profile))
     if not contract.satisfies(profile, demands.profile):
         required &= set(contract.PROFILES.get(profile, ()))  # the rest is told by "profile"
-    foretold = [id_ for id_, entry in clauses.items() if entry["outcome"] == "expected_fail"]
+    foretold = _expected_to_fail(clauses)
     for clause_id in contract.CLAUSES:
         if clause_id in required and clause_id not in foretold and not _held(clause_id, clauses):
             yield Reason("clause", f"clause {clause_id} did not run and pass", AGAIN)
-    for clause_id in foretold:
+
+
+def _foretold(predicate: Mapping[str, Any], demands: Demands) -> Iterator[Reason]:
+    clauses = predicate["clauses"]
+    for clause_id in _expected_to_fail(clauses):
         known = contract.CLAUSES.get(clause_id)
         if clause_id not in demands.expectations and (known is None or known.level == "MUST"):
             why = "".join(c if c.isprintable() else " " for c in clauses[clause_id]["expected"])
@@ -312,6 +342,10 @@ def _clauses(predicate: Mapping[str, Any], demands: Demands) -> Iterator[Reason]
                 "repair the capture path; or, if you can live with it, name the clause in the "
                 "policy's expectations",
             )
+
+
+def _expected_to_fail(clauses: Mapping[str, Any]) -> list[str]:
+    return [id_ for id_, entry in clauses.items() if entry["outcome"] == "expected_fail"]
 
 
 def _held(clause_id: str, clauses: Mapping[str, Any]) -> bool:

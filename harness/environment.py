@@ -127,7 +127,9 @@ def _changed(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 def _told(name: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     before, after = was.get(name, "absent"), now.get(name, "absent")
-    return f"{name} was {before!r} when certified and is {after!r}"
+    # A name is somebody's text as much as a value is, and is not quoted.
+    shown = name if name.isprintable() else repr(name)
+    return f"{shown} was {before!r} when certified and is {after!r}"
 
 
 def _flat(facts: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

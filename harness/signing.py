@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -70,7 +71,7 @@ def new_key(name: str, into: Path) -> tuple[Path, Path, str]:
     spoken = made.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     try:
         into.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if public.exists():
+        if public.exists() or public.is_symlink():
             raise FileExistsError(public)
         _create(private, signer.private_bytes, 0o600)
         _create(public, spoken, 0o644)
@@ -147,8 +148,14 @@ def strict_json(data: bytes) -> Any:
     def no_number(spelling: str) -> Any:
         raise ValueError(f"{spelling} is no number")
 
+    def finite(spelling: str) -> float:
+        number = float(spelling)
+        return number if math.isfinite(number) else no_number(spelling)
+
     try:
-        return json.loads(data, object_pairs_hook=once, parse_constant=no_number)
+        return json.loads(
+            data, object_pairs_hook=once, parse_constant=no_number, parse_float=finite
+        )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 

@@ -103,8 +103,17 @@ def issue(
         refusals.append(f"the evidence is {report.evidence}; only live evidence certifies")
     if not report.environment:
         refusals.append("the report has no facts about the workers it ran on")
+    try:
+        # Else a policy's greatest age is got round by certifying an old report again and again.
+        if now - datetime.fromisoformat(_moment(report.started)) > VALIDITY:
+            refusals.append(f"the checks ran on {report.started}, over {VALIDITY.days} days ago")
+    except ValueError as error:
+        refusals.append(f"the report does not say when the checks ran: {error}")
     if refusals:
-        raise CheckFailed("no certificate: " + "; ".join(refusals))
+        raise CheckFailed(
+            "no certificate: " + "; ".join(refusals),
+            remedy="repair what is named, then run truetap conform again",
+        )
     try:
         statement = _statement(report, now, validity)
         parse(payload_of(statement))

@@ -17,7 +17,15 @@ import numpy as np
 from truetap.harness import verifier
 from truetap.harness.errors import CouldNotRun
 from truetap.harness.model import EngineSpec
-from truetap.pipeline import batches, draft_head, prepare, provenance, run_folder
+from truetap.pipeline import (
+    audit_log,
+    batches,
+    draft_head,
+    policy,
+    prepare,
+    provenance,
+    run_folder,
+)
 from truetap.pipeline.config import RunConfig
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.run_folder import RunFolder
@@ -39,8 +47,12 @@ def export(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Cons
     """
     store = Store(folder.shards)
     provenance.examine(
-        store, boundaries=spec.boundaries, verifier=verifier.digests(Path(spec.model))
+        store,
+        policy.demands_of(config.gate),
+        boundaries=spec.boundaries,
+        verifier=verifier.digests(Path(spec.model)),
     )
+    audit_log.require_kept(store)
     conversations = prepare.load(folder)
     samples = store.samples([c.id for c in conversations])
     batches.require_own_tokens(dict(zip(conversations, samples, strict=True)))
@@ -66,7 +78,7 @@ def export(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Cons
         "validation. Train on it with:",
         highlight=False,
     )
-    command = _command(folder, spec, size, _share(len(training), len(rows)))
+    command = _command(config, folder, spec, _share(len(training), len(rows)))
     console.print(command, highlight=False, markup=False)
     return folder.dataset
 
@@ -79,13 +91,15 @@ def _share(training: int, rows: int) -> float:
     return (min(training, rows - 1) + 0.5) / rows
 
 
-def _command(folder: RunFolder, spec: EngineSpec, size: int, share: float) -> str:
+def _command(config: RunConfig, folder: RunFolder, spec: EngineSpec, share: float) -> str:
     layers = " ".join(map(str, spec.boundaries[:-1]))
+    size = config.train.draft_vocabulary
+    demanded = f" \\\n    --truetap-policy {config.gate.policy}" if config.gate.policy else ""
     return (
         "  python -m truetap.pipeline.speculators_train --hidden-states-backend truetap \\\n"
         f"    --data-path {folder.dataset} --train-data-ratio {share:.9f} \\\n"
         f"    --verifier-name-or-path {spec.model} \\\n"
-        f"    --target-layer-ids {layers} --draft-vocab-size {size} --save-path DIR"
+        f"    --target-layer-ids {layers} --draft-vocab-size {size} --save-path DIR{demanded}"
     )
 
 

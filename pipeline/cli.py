@@ -314,7 +314,8 @@ def extract(stage: Stage, allow_uncertified: str | None) -> None:
 def train(stage: Stage, allow_uncertified: str | None) -> None:
     """Train an EAGLE-3 draft head on the shards; continue from the last checkpoint.
 
-    Every shard must have a certificate that was valid, and for these workers, when it was made.
+    Every shard must have a certificate that was valid, and for these workers, when it was made, and
+    that gate.policy allows.
     """
     from truetap.pipeline import train as training
 

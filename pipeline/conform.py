@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from truetap.harness import certificate, contract, report, signing
 from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, TruetapError
 from truetap.harness.model import EngineSpec
-from truetap.harness.pytest_plugin import suite_digest
 from truetap.harness.report import Report
 from truetap.harness.suite_options import DEADLINE_S
 from truetap.pipeline import policy
@@ -26,6 +25,7 @@ from truetap.pipeline.run_folder import RunFolder, write_json
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from securesystemslib.signer import CryptoSigner
 
 
 def conform(
@@ -97,6 +97,12 @@ UNSIGNED = (
 )
 
 
+def signer_of(config: RunConfig, key: Path | None = None) -> CryptoSigner | None:
+    """Return what signs certificates; None if no key is named. ``UsageError`` for a bad key."""
+    named = key or os.environ.get(KEY_VARIABLE) or config.gate.key
+    return signing.signer_from(Path(named)) if named else None
+
+
 def certify(
     config: RunConfig,
     folder: RunFolder,
@@ -109,8 +115,7 @@ def certify(
 
     ``key``, else TRUETAP_KEY, else the configuration names the private key.
     """
-    named = key or os.environ.get(KEY_VARIABLE) or config.gate.key
-    signer = signing.signer_from(Path(named)) if named else None
+    signer = signer_of(config, key)
     demanded = policy.load(config.gate.policy)
     made = report.load(folder.report)
     profile = contract.stronger(config.gate.profile, demanded.profile)
@@ -157,9 +162,7 @@ def still_certified(adapter: str, spec: EngineSpec, config: RunConfig, folder: R
 
     Only the gate decides, on facts of running workers; this only saves repeating the suite.
     """
-    demands = policy.load(config.gate.policy).demands(
-        config.gate.profile, suite_digest(), datetime.now(UTC)
-    )
+    demands = policy.demands_of(config.gate)
     try:
         made_for = json.loads((folder.report.parent / "spec.json").read_text())
         tested = report.load(folder.report)

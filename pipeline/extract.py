@@ -18,8 +18,8 @@ from truetap.harness.auditor_process import Auditor, Checker
 from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, UsageError
 from truetap.harness.model import CaptureRequest, EngineSpec, Environment
 from truetap.harness.progress import Bar, bar
-from truetap.pipeline import plan, prepare, provenance
-from truetap.pipeline.config import RunConfig
+from truetap.pipeline import plan, policy, prepare, provenance
+from truetap.pipeline.config import Gate, RunConfig
 from truetap.pipeline.gatekeeper import Gatekeeper
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.run_audit import RunAudit
@@ -72,7 +72,8 @@ def extract(
         checker or partial(_auditor, config, folder, spec),
     )
     audit.recover()
-    lacking = _without_certificate(store, jobs, console, allowed=allow_uncertified is not None)
+    allowed = allow_uncertified is not None
+    lacking = _without_certificate(config.gate, store, jobs, console, allowed=allowed)
     names = lacking | {job.name for job in _unfinished(store, jobs, console)}
     todo = [job for job in jobs if job.name in names]
     with closing(audit):
@@ -252,13 +253,14 @@ def _unfinished(store: Store, jobs: Sequence[_Job], console: Console) -> list[_J
 
 
 def _without_certificate(
-    store: Store, jobs: Sequence[_Job], console: Console, *, allowed: bool
+    gate: Gate, store: Store, jobs: Sequence[_Job], console: Console, *, allowed: bool
 ) -> set[str]:
     """Return the shards whose chain is broken, and those made uncertified unless that is allowed.
 
     They are captured again: nothing that comes later can certify what was captured before it.
     """
-    chain, entries = provenance.Chain(store.folder), store.entries()
+    chain = provenance.Chain(store.folder, policy.demands_of(gate))
+    entries = store.entries()
     reasons: dict[str, list[str]] = {}
     for name in [job.name for job in jobs if job.name in entries]:
         entry = entries[name]

@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from truetap.harness.errors import CheckFailed
-from truetap.harness.suite_options import suite_digest
 from truetap.pipeline import gate, policy, provenance, uncertified
 from truetap.pipeline.config import RunConfig
 from truetap.pipeline.run_folder import RunFolder
@@ -20,10 +19,9 @@ def ask_gate(
     config: RunConfig, folder: RunFolder, *, binding: Mapping[str, Any] | None
 ) -> gate.Decision:
     """Ask the gate about this run, now."""
-    demanded = policy.load(config.gate.policy)
     return gate.decide(
         config.gate.certificates or (folder.certificate,),
-        demanded.demands(config.gate.profile, suite_digest(), datetime.now(UTC), binding),
+        policy.demands_of(config.gate, binding),
         report_path=None if config.gate.certificates else folder.report,
     )
 

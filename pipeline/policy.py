@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from truetap.harness import contract, signing
 from truetap.harness.certificate import Demands
 from truetap.harness.errors import TruetapError, UsageError
+from truetap.harness.suite_options import suite_digest
+
+if TYPE_CHECKING:
+    from truetap.pipeline.config import Gate
 
 EXAMPLE = "see examples/policy.toml and docs/gate.md"
 
@@ -25,16 +29,16 @@ class Policy(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    production: bool = True
+    production: Annotated[bool, Field(strict=True)] = True
     """False lets a policy allow unsigned certificates and the profile ``shapes``."""
     profile: Literal["shapes", "core", "full"] = "core"
     """The least; a stronger one satisfies it."""
     signers: tuple[str, ...] = ()
     """Key ids, or files of public keys, relative to the policy's folder."""
-    max_age_days: Annotated[int, Field(gt=0, le=36500)] | None = 30
+    max_age_days: Annotated[int, Field(strict=True, gt=0, le=36500)] | None = 30
     expectations: tuple[str, ...] = ()
     """MUST clauses that may have failed as expected."""
-    unsigned: bool = False
+    unsigned: Annotated[bool, Field(strict=True)] = False
 
     @field_validator("expectations")
     @classmethod
@@ -82,6 +86,11 @@ class Policy(BaseModel):
 
 
 DEVELOPMENT = Policy(production=False, profile="shapes", max_age_days=None, unsigned=True)
+
+
+def demands_of(gate: Gate, binding: Mapping[str, Any] | None = None) -> Demands:
+    """Return what a run's configuration demands of certificates, now."""
+    return load(gate.policy).demands(gate.profile, suite_digest(), datetime.now(UTC), binding)
 
 
 def load(path: Path | None) -> Policy:

@@ -2,8 +2,9 @@
 
 Extraction keeps the certificate's file beside the shards, under its digest, and each manifest line
 names that digest. Before anything is trained on shards, the chain of every one is followed: the
-file is there and has that digest, it certifies the line's own engine, verifier and boundaries, and
-it was valid when the shard was made. A line may say instead that it was made uncertified; what it
+file is there and has that digest, the policy of today would have had nothing against it, it
+certifies the line's own engine, verifier and boundaries, and it was valid when the shard was made.
+A line may say instead that it was made uncertified; what it
 may not do is say nothing, or something that is not true.
 """
 
@@ -13,12 +14,13 @@ import hashlib
 import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from truetap.harness import certificate, statement
+from truetap.harness.certificate import Certificate, Demands
 from truetap.harness.environment import differences
 from truetap.harness.errors import CheckFailed, IntegrityError, TruetapError, UsageError
 from truetap.pipeline import run_folder
@@ -84,11 +86,15 @@ class Provenance:
 
 
 class Chain:
-    """Judges the manifest lines of one store. Each certificate is read once."""
+    """Judges the manifest lines of one store. Each certificate is read once.
 
-    def __init__(self, shards: Path) -> None:
-        self._folder = shards / "certificates"
-        self._read: dict[str, Mapping[str, Any] | Fault] = {}
+    Of ``demands`` the policy's count, at the time at which a shard was made. They are asked again
+    because a manifest is signed by nobody: what it says the gate allowed, anybody could write.
+    """
+
+    def __init__(self, shards: Path, demands: Demands) -> None:
+        self._folder, self._demands = shards / "certificates", demands
+        self._read: dict[str, Certificate | Fault] = {}
 
     def faults(self, entry: Mapping[str, Any]) -> list[Fault]:
         """Return everything that is wrong with one line's claim; none if it says 'uncertified'."""
@@ -97,6 +103,7 @@ class Chain:
             said = isinstance(uncertified, Mapping) and (
                 isinstance(uncertified.get("reason"), str)
                 and isinstance(uncertified.get("denied"), list)
+                and all(isinstance(code, str) for code in uncertified["denied"])
             )
             return [] if said and not digest else [Fault("its line says and unsays a certificate")]
         if not digest:
@@ -109,9 +116,18 @@ class Chain:
         if isinstance(held, Fault):
             return [held]
         name = f"its certificate {digest[:12]}"
-        return [*_claim(held, name), *_time(held, entry, name), *_agreement(held, entry, name)]
+        stated, made = held.predicate, _made(entry)
+        if made is None:
+            return [Fault("its line does not say when it was made")]
+        barred = certificate.against_policy(held, replace(self._demands, now=made))
+        return [
+            *_claim(stated, name),
+            *_time(stated, made, name),
+            *(Fault(f"{name} is not what the policy demands: {why.text}") for why in barred),
+            *_agreement(stated, entry, name),
+        ]
 
-    def _held(self, digest: str) -> Mapping[str, Any] | Fault:
+    def _held(self, digest: str) -> Certificate | Fault:
         path = self._folder / f"{digest}.json"
         name = f"its certificate {digest[:12]}"
         try:
@@ -120,39 +136,36 @@ class Chain:
                 return Fault(f"{name} is not a file of this folder", integrity=True)
             if status.st_size > LARGEST_CERTIFICATE:
                 return Fault(f"{name} is too large to be one", integrity=True)
-            if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            data = path.read_bytes()
+            if hashlib.sha256(data).hexdigest() != digest:
                 return Fault(f"{name} is not the file that was kept", integrity=True)
-            return _predicate(path)
+            return certificate.opened(data)
         except FileNotFoundError:
             return Fault(f"{name} is not in {self._folder}", integrity=True)
         except (OSError, TruetapError) as error:
             return Fault(f"{name} cannot be read: {error}", integrity=True)
 
 
-def _predicate(path: Path) -> Mapping[str, Any]:
-    """Return what a kept certificate says: the one place that reads certificates for shards.
-
-    The gate judged it, signature and policy too, when the shard was made; its bytes are those.
-    """
-    return certificate.load(path).predicate
-
-
 def _claim(held: Mapping[str, Any], name: str) -> list[Fault]:
     passed = held["result"] in (statement.PASS, statement.EXPECTED_FAILURES)
-    if passed and held["evidence"] == "live":  # which failures are allowed was the gate's to say
+    if passed and held["evidence"] == "live":  # which failures are allowed the policy says
         return []
     return [Fault(f"{name} does not say that live checks passed")]
 
 
-def _time(held: Mapping[str, Any], entry: Mapping[str, Any], name: str) -> list[Fault]:
+def _made(entry: Mapping[str, Any]) -> datetime | None:
     try:
         made = datetime.fromisoformat(entry["made"])
-        created, expires = (datetime.fromisoformat(held[k]) for k in ("timeCreated", "notAfter"))
-        early, late = made < created, made > expires
     except (KeyError, TypeError, ValueError):
-        return [Fault("its line does not say when it was made")]
-    if early:
+        return None
+    return made if made.tzinfo else None
+
+
+def _time(held: Mapping[str, Any], made: datetime, name: str) -> list[Fault]:
+    created, expires = (datetime.fromisoformat(held[k]) for k in ("timeCreated", "notAfter"))
+    if made < created:
         return [Fault(f"{name} was issued only after it was made ({held['timeCreated']})")]
+    late = made > expires
     return [Fault(f"{name} had expired when it was made ({held['notAfter']})")] if late else []
 
 
@@ -180,15 +193,17 @@ def _agreement(held: Mapping[str, Any], entry: Mapping[str, Any], name: str) -> 
 
 def examine(
     store: Store,
+    demands: Demands,
     *,
     boundaries: Sequence[int] | None = None,
     verifier: Mapping[str, str] | None = None,
 ) -> Provenance:
     """Follow the chain of every shard; raise with everything that is wrong, told by kind.
 
-    ``boundaries`` and ``verifier`` (its digests) are those that the training needs; without them
-    the first shard's are what all others must have. Raises ``UsageError`` if there are no shards,
-    ``IntegrityError`` if bytes are not those that were recorded, else ``CheckFailed``.
+    ``demands`` has what the policy wants. ``boundaries`` and ``verifier`` (its digests) are those
+    that the training needs; without them the first shard's are what all others must have. Raises
+    ``UsageError`` if there are no shards, ``IntegrityError`` if bytes are not those that were
+    recorded, else ``CheckFailed``.
     """
     entries = list(store.entries().values())
     if not entries:
@@ -197,7 +212,7 @@ def examine(
     first = held if isinstance(held, list) else []
     wanted = first if boundaries is None else list(boundaries)
     digests = _digests(entries[0]) if verifier is None else dict(verifier)
-    chain = Chain(store.folder)
+    chain = Chain(store.folder, demands)
     kinds: dict[Fault, list[str]] = {}
     for entry in entries:
         found = [*chain.faults(entry), *_unfit(entry, wanted, digests)]

@@ -36,6 +36,7 @@ def run(stage: Stage, *, allow_uncertified: str | None = None) -> None:
     elif conform.still_certified(stage.adapter, stage.spec, config, folder):
         console.print("the capture path has a certificate made for these settings", highlight=False)
     else:
+        conform.signer_of(config)  # a key that cannot be read is told before the suite's minutes
         _title(console, "conform")
         _verb("conform", stage, accept=(0, 1) if allow_uncertified is None else (0, 1, 3))
         _title(console, "certify")
@@ -47,7 +48,9 @@ def run(stage: Stage, *, allow_uncertified: str | None = None) -> None:
         except TruetapError as refusal:
             if allow_uncertified is None and not isinstance(refusal, CheckFailed):
                 raise
-            console.print("no certificate: the capture path did not pass", style="red")
+            failed = isinstance(refusal, CheckFailed)  # the gate says in what
+            told = "no certificate: the capture path did not pass" if failed else str(refusal)
+            console.print(told, style="red", highlight=False, markup=False)
     _title(console, "gate")
     decision = gatekeeper.ask_gate(config, folder, binding=None)
     if allow_uncertified is None:

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from truetap.harness import boundaries, verifier
 from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, UsageError
-from truetap.pipeline import provenance, run_folder, uncertified
+from truetap.pipeline import audit_log, policy, provenance, run_folder, uncertified
 from truetap.pipeline.arrow_dataset import POINTER
 from truetap.pipeline.batches import fault_of
+from truetap.pipeline.config import Gate
 from truetap.pipeline.provenance import Provenance
 from truetap.pipeline.store import Sample, Store
 
@@ -91,7 +92,8 @@ class VerifiedTransfer(HiddenStatesTransfer):
             status = path.lstat()
         except FileNotFoundError:
             raise IntegrityError(f"shard {path} is missing") from None
-        signature = (status.st_ino, status.st_size, status.st_mtime_ns)
+        # The time of the last change of the file itself is the one that no program can set back.
+        signature = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         known = self._open.get(name)
         if known is None or known[0] != signature:
             known = signature, self._store.verified(self._entries[name])
@@ -110,6 +112,11 @@ class TruetapBackend(HiddenStatesBackend):
             "--truetap-shards",
             default=None,
             help="Shards of a truetap run. Default: those the dataset was exported with.",
+        )
+        parser.add_argument(
+            "--truetap-policy",
+            default=None,
+            help="What to demand of the shards' certificates (TOML). Default: that of development.",
         )
         parser.add_argument(
             "--truetap-allow-uncertified",
@@ -143,9 +150,17 @@ class TruetapBackend(HiddenStatesBackend):
             )
         store = Store(shards)
         wanted = (*_layers(args, model), verifier.describe(model).num_blocks)
-        made_from = provenance.examine(store, boundaries=wanted, verifier=verifier.digests(model))
+        demanded = Path(args.truetap_policy) if args.truetap_policy else None
+        made_from = provenance.examine(
+            store,
+            # The run's own profile was demanded when the dataset was exported.
+            policy.demands_of(Gate(profile="shapes", policy=demanded)),
+            boundaries=wanted,
+            verifier=verifier.digests(model),
+        )
         reason = uncertified.checked_reason(args.truetap_allow_uncertified)
         made_from.require_certified(unless=reason)
+        audit_log.require_kept(store)
         entries = store.entries()
         transfer = VerifiedTransfer(shards, entries, _rows_of(dataset, store, entries))
         _record(made_from, reason, args)
@@ -204,11 +219,19 @@ def _digest(tokens: Sequence[int]) -> bytes:
 
 def _record(made_from: Provenance, reason: str | None, args: argparse.Namespace) -> None:
     """Write what the heads in this folder are made from; say loudly if that is uncertified."""
-    card = made_from.as_dict()
+    card, path = made_from.as_dict(), Path(args.save_path) / "truetap.json"
+    known = run_folder.read_json(path) if path.exists() else {}
+    given = known.get("uncertified", {}).pop("trained_because", [])
+    if known and known != card:
+        # The trainer goes on from the checkpoints there, whatever they were trained on.
+        raise UsageError(
+            f"{args.save_path} holds heads made from other shards",
+            remedy="choose another --save-path",
+        )
     if "uncertified" in card:
-        card["uncertified"]["trained_because"] = [reason]
+        card["uncertified"]["trained_because"] = list(dict.fromkeys([*given, reason]))
         logging.getLogger("speculators").critical(
             "UNCERTIFIED: the head will be %s", uncertified.told(card)
         )
     if os.environ.get("RANK", "0") == "0":
-        run_folder.write_json(Path(args.save_path) / "truetap.json", card)
+        run_folder.write_json(path, card)

@@ -25,6 +25,7 @@ from truetap.pipeline import (
     audit_log,
     draft_head,
     model_card,
+    policy,
     prepare,
     provenance,
     run_folder,
@@ -66,7 +67,10 @@ def train(
     settings = config.train
     store = Store(folder.shards)
     shards = provenance.examine(
-        store, boundaries=spec.boundaries, verifier=verifier.digests(Path(spec.model))
+        store,
+        policy.demands_of(config.gate),
+        boundaries=spec.boundaries,
+        verifier=verifier.digests(Path(spec.model)),
     )
     shards.require_certified(unless=allow_uncertified)
     audit_log.require_kept(store)

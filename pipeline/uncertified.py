@@ -27,7 +27,8 @@ def checked_reason(text: str | None) -> str | None:
     """Return the reason on one line; ``UsageError`` if it is too short to be one."""
     if text is None:
         return None
-    reason = " ".join(text.split())
+    # Neither what steers a terminal nor what nobody can see is part of a reason.
+    reason = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     if len(reason) < LEAST_LETTERS:
         raise UsageError(
             f"--allow-uncertified needs a reason of {LEAST_LETTERS} characters or more, not "

@@ -543,6 +543,27 @@ def test_no_certificate_is_a_usage_error_with_the_way_to_one(tmp_path: Path) -> 
     assert codes(list(judged_file.reasons)) == ["certificate"]
 
 
+@pytest.mark.parametrize(
+    ("started", "said"),
+    [
+        (NOW.isoformat(), ""),
+        ((NOW - certificate.VALIDITY).isoformat(), ""),
+        ((NOW - certificate.VALIDITY - SECOND).isoformat(), "over 30 days ago"),
+        ("then", "does not say when the checks ran"),
+        ("2026-11-29T16:00:00", "does not say when the checks ran: it has no time zone"),
+    ],
+)
+def test_an_old_report_is_not_made_young_by_certifying_it_again(started: str, said: str) -> None:
+    made = conformant()
+    made.started = started
+    if not said:
+        assert certificate.issue(made, now=NOW)
+        return
+    for validity in (certificate.VALIDITY, timedelta(days=3650)):
+        with pytest.raises(CheckFailed, match=said):
+            certificate.issue(made, now=NOW, validity=validity)
+
+
 def test_facts_that_cannot_be_certified_are_no_traceback() -> None:
     for spoil in (
         lambda facts: facts["binding"].pop("adapter"),

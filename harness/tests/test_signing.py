@@ -189,9 +189,24 @@ def test_a_damaged_unsigned_envelope_is_seen_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['{"a": 1, "a": 2}', '[{"a": {"b": 1, "b": 1}}]', "NaN", "[-Infinity]", "[" * 100_000]
+    "text",
+    [
+        '{"a": 1, "a": 2}',
+        '[{"a": {"b": 1, "b": 1}}]',
+        "NaN",
+        "[-Infinity]",
+        "[-1e999]",
+        "[" * 100_000,
+    ],
 )
 def test_json_that_can_be_read_in_two_ways_is_read_in_none(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         signing.strict_json(text.encode())
     assert signing.strict_json(b'{"a": [1, {"a": 2}]}') == {"a": [1, {"a": 2}]}
+
+
+def test_a_link_that_leads_nowhere_is_no_free_name(tmp_path: Path) -> None:
+    (tmp_path / "ours.pub").symlink_to(tmp_path / "none")
+    with pytest.raises(UsageError, match="never overwritten"):
+        signing.new_key("ours", tmp_path)
+    assert not (tmp_path / "ours.pem").exists(), "half a pair is no key"

@@ -17,7 +17,7 @@ from truetap.harness import certificate, report, signing
 from truetap.harness.errors import CheckFailed, IntegrityError
 from truetap.harness.report import Outcome
 from truetap.harness.suite_options import suite_digest
-from truetap.pipeline import cli, conform, gatekeeper, run
+from truetap.pipeline import cli, conform, gatekeeper, policy, run
 from truetap.pipeline import config as configuration
 from truetap.pipeline import report as pages
 from truetap.pipeline.gate import Decision
@@ -80,7 +80,7 @@ class Run:
             adapter="vllm_native",
             spec={},
             suite_digest=suite_digest(),
-            started="2026-11-29T12:00:00+00:00",
+            started=datetime.now(UTC).isoformat(),
             environment={"binding": BINDING, "recorded": {"verifier_name": "paper"}},
         )
         for clause in made.clauses:
@@ -388,7 +388,7 @@ def test_the_suite_is_spared_only_for_a_certificate_of_these_settings(
             def now(cls, _zone: Any = None) -> datetime:  # type: ignore[override]
                 return datetime(2199, 1, 1, tzinfo=UTC)
 
-        monkeypatch.setattr(conform, "datetime", Later)
+        monkeypatch.setattr(policy, "datetime", Later)
     adapter = "vllm_rpc" if changed == "adapter" else "vllm_native"
     held = conform.still_certified(adapter, spec, configuration.load(here.config), here.folder)
     assert held == (not changed)

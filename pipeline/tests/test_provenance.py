@@ -7,14 +7,17 @@ import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from truetap.harness import certificate, signing
 from truetap.harness.errors import CheckFailed, IntegrityError, TruetapError, UsageError
-from truetap.pipeline import provenance
+from truetap.pipeline import policy, provenance
 from truetap.pipeline.store import Store
+
+if TYPE_CHECKING:
+    from securesystemslib.signer import CryptoSigner
 
 Certify = Callable[..., str]
 CERTIFIED = datetime(2026, 11, 29, 12, tzinfo=UTC)
@@ -29,6 +32,8 @@ ENGINE = {
     "adapter": {"name": "vllm_native", "sha256": "b" * 64},
 }
 BOUNDARIES = [2, 6, 9, 12]
+ANYBODYS = policy.DEVELOPMENT.demands("core", "6" * 64, datetime(2030, 1, 1, tzinfo=UTC))
+"""Demands of development, by another suite, long after: neither speaks against what was made."""
 BINDING: dict[str, Any] = {
     **ENGINE,
     "verifier": {"num_blocks": 12, "hidden_size": 16, **VERIFIER},
@@ -63,7 +68,7 @@ def store(tmp_path: Path) -> Store:
 
 def refusal(store: Store, **needed: Any) -> TruetapError:
     with pytest.raises(TruetapError) as refused:
-        provenance.examine(store, **needed)
+        provenance.examine(store, ANYBODYS, **needed)
     return refused.value
 
 
@@ -72,7 +77,7 @@ def test_a_whole_chain_holds(store: Store, certify: Certify) -> None:
     second = certify(store.folder, BINDING, created=CERTIFIED + timedelta(hours=1))
     for number, digest in enumerate((first, second, first)):
         store.append(line(number, digest))
-    made = provenance.examine(store, boundaries=(2, 6, 9, 12), verifier=VERIFIER)
+    made = provenance.examine(store, ANYBODYS, boundaries=(2, 6, 9, 12), verifier=VERIFIER)
     assert made.as_dict() == {
         "verifier": {"name": "tiny", **VERIFIER},
         "boundaries": BOUNDARIES,
@@ -80,12 +85,12 @@ def test_a_whole_chain_holds(store: Store, certify: Certify) -> None:
         "shards": {f"shard-{n:05d}.safetensors": f"digest of {n}" for n in range(3)},
     }
     made.require_certified(unless=None)
-    assert provenance.examine(store) == made
+    assert provenance.examine(store, ANYBODYS) == made
 
 
 def test_a_folder_without_shards_is_a_usage_error(store: Store) -> None:
     with pytest.raises(UsageError, match="there are no shards in"):
-        provenance.examine(store)
+        provenance.examine(store, ANYBODYS)
 
 
 @pytest.mark.parametrize("absent", [None, "", "absent"])
@@ -143,7 +148,7 @@ def test_a_certificate_file_that_is_not_the_one_kept_is_an_integrity_failure(
     digest = certify(store.folder, BINDING)
     store.append(line(0, good))
     store.append(line(1, digest))
-    provenance.examine(store)
+    provenance.examine(store, ANYBODYS)
     spoil(store.folder / "certificates" / f"{digest}.json")
     refused = refusal(store)
     assert isinstance(refused, IntegrityError)
@@ -176,7 +181,7 @@ def test_a_shard_is_named_by_a_file_of_its_folder(
     assert isinstance(refused, IntegrityError)
     assert f"line 2 of {store.manifest} names {name!r}, which is no file of this" in str(refused)
     assert store.repair() == [f"1 damaged lines of {store.manifest} were dropped"]
-    assert len(provenance.examine(store).shards) == 1
+    assert len(provenance.examine(store, ANYBODYS).shards) == 1
 
 
 def test_a_linked_shard_is_not_read(store: Store) -> None:
@@ -236,7 +241,7 @@ def test_it_must_have_been_valid_to_the_second_when_the_shard_was_made(
     digest = certify(store.folder, BINDING)
     store.append(line(0, digest, made=(CERTIFIED + late).isoformat()))
     if not said:
-        provenance.examine(store)
+        provenance.examine(store, ANYBODYS)
         return
     assert f"its certificate {digest[:12]} {said}" in str(refusal(store))
 
@@ -379,7 +384,7 @@ def test_uncertified_shards_are_seen_each_and_used_only_for_a_reason(
     digest = certify(store.folder, BINDING)
     store.append(line(0, digest))
     store.append(line(1, "absent", uncertified=OVERRULED))
-    made = provenance.examine(store, boundaries=BOUNDARIES, verifier=VERIFIER)
+    made = provenance.examine(store, ANYBODYS, boundaries=BOUNDARIES, verifier=VERIFIER)
     with pytest.raises(CheckFailed, match=r"^1 of 2 shards .*: shard-00001\.safetensors$") as no:
         made.require_certified(unless=None)
     assert '--allow-uncertified "REASON"' in no.value.remedy
@@ -402,7 +407,13 @@ def test_no_reason_makes_up_for_states_of_something_else(
 
 @pytest.mark.parametrize(
     ("digest", "said"),
-    [("a" * 64, OVERRULED), ("absent", {}), ("absent", "yes"), ("absent", {"reason": "because"})],
+    [
+        ("a" * 64, OVERRULED),
+        ("absent", {}),
+        ("absent", "yes"),
+        ("absent", {"reason": "because"}),
+        ("absent", {"reason": "because", "denied": [{}]}),
+    ],
 )
 def test_a_line_that_says_and_unsays_a_certificate_is_refused(
     store: Store, digest: str, said: Any
@@ -418,7 +429,58 @@ def test_what_is_kept_is_what_the_gate_judged(
     source = tmp_path / "elsewhere" / "certificates" / f"{digest}.json"
     provenance.keep(store.folder, source, digest)
     store.append(line(0, digest))
-    provenance.examine(store)
+    provenance.examine(store, ANYBODYS)
     source.write_text(source.read_text() + " ")
     with pytest.raises(IntegrityError, match="is not the certificate that the gate"):
         provenance.keep(store.folder, source, digest)
+
+
+# --- what the gate allowed, by the word of the manifest ----------------------------------------
+
+
+def test_the_policy_is_asked_again_of_what_the_manifest_says_was_allowed(
+    store: Store, certify: Certify, tmp_path: Path
+) -> None:
+    """Anybody can write an unsigned certificate and a manifest that names it."""
+    ours, theirs = (
+        signing.signer_from(signing.new_key(name, tmp_path)[0]) for name in ("ours", "theirs")
+    )
+    demanded = policy.Policy(signers=(ours.public_key.keyid,), max_age_days=2)
+    kept = store.folder / "certificates"
+    unsigned = certify(store.folder, BINDING)
+    statement = json.loads(signing.unseal((kept / f"{unsigned}.json").read_bytes()).payload)
+
+    def keep(signer: CryptoSigner, **changed: Any) -> str:
+        changes = {"predicate": statement["predicate"] | changed}
+        digest = certificate.write(statement | changes, kept / "new.json", signer)
+        (kept / "new.json").rename(kept / f"{digest}.json")
+        return digest
+
+    clauses = statement["predicate"]["clauses"]
+    failed = {"outcome": "expected_fail", "cases": 1, "expected": "we know"}
+    foretold = {"result": "expected-failures", "clauses": clauses | {"LAYERS-001": failed}}
+    good, too_late = keep(ours), (CERTIFIED + timedelta(days=3)).isoformat()
+    store.append(line(0, good))
+    demands = demanded.demands("core", "6" * 64, datetime(2030, 1, 1, tzinfo=UTC))
+    provenance.examine(store, demands)
+    for number, (digest, made, said) in enumerate(
+        [
+            (unsigned, "", "it is not signed, and the policy demands a signature"),
+            (keep(theirs), "", f"it is signed by {theirs.public_key.keyid}, which"),
+            (keep(ours, profile="shapes"), "", "it is for profile 'shapes', not 'core'"),
+            (good, too_late, "the policy allows 2 days"),
+            (keep(ours, **foretold), "", "clause LAYERS-001 failed, as was expected: we know"),
+        ],
+        start=1,
+    ):
+        store.append(line(number, digest, **({"made": made} if made else {})))
+        with pytest.raises(CheckFailed) as refused:
+            provenance.examine(store, demands)
+        told = str(refused.value)
+        assert f"its certificate {digest[:12]} is not what the policy demands: " in told
+        assert f"{said}" in told
+        assert told.startswith(f"{number} of {number + 1} shards ")
+    allowing = demanded.model_copy(update={"expectations": ("LAYERS-001",)})
+    last = line(5, digest)
+    chain = provenance.Chain(store.folder, allowing.demands("core", "", demands.now))
+    assert chain.faults(last) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from truetap.harness import shard, verifier
 from truetap.harness.errors import CheckFailed, IntegrityError, TruetapError, UsageError
 from truetap.harness.model import EngineSpec
 from truetap.pipeline import arrow_dataset, batches, prepare, run_folder
-from truetap.pipeline.config import RunConfig, Train, Verifier
+from truetap.pipeline.config import Gate, RunConfig, Train, Verifier
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.run_folder import RunFolder
 from truetap.pipeline.store import Store
@@ -102,9 +103,12 @@ def dataset(folder: RunFolder, tiny_verifier: Path, console: Console) -> Path:
     return export(folder, tiny_verifier, console)
 
 
-def export(folder: RunFolder, model: Path, console: Console) -> Path:
+def export(folder: RunFolder, model: Path, console: Console, gate: Gate | None = None) -> Path:
     config = RunConfig(
-        output=folder.root, verifier=Verifier(directory=model), train=Train(draft_vocabulary=DRAFT)
+        output=folder.root,
+        verifier=Verifier(directory=model),
+        gate=gate or Gate(),
+        train=Train(draft_vocabulary=DRAFT),
     )
     return arrow_dataset.export(config, folder, EngineSpec(str(model), BOUNDARIES), console)
 
@@ -127,6 +131,7 @@ def flip_a_bit(folder: RunFolder, number: int) -> Path:
 def options(dataset: Path, model: Path, **changed: Any) -> argparse.Namespace:
     given: dict[str, Any] = {
         "truetap_shards": None,
+        "truetap_policy": None,
         "truetap_allow_uncertified": None,
         "verifier_name_or_path": str(model),
         "target_layer_ids": [2, 4, 5],
@@ -314,6 +319,12 @@ def test_a_flipped_bit_is_seen_when_the_sample_is_asked_for_and_after_it_was_rea
     with pytest.raises(IntegrityError, match=r"shard-00000\.safetensors is corrupt: states differ"):
         transfer.get_cached(0)
     transfer.get_cached(9)  # another shard
+    path = folder.shards / "shard-00002.safetensors"
+    before = path.stat()
+    flip_a_bit(folder, 2)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(IntegrityError, match=r"shard-00002\.safetensors is corrupt: states differ"):
+        transfer.get_cached(9)
     folder.shards.joinpath("shard-00000.safetensors").unlink()
     with pytest.raises(IntegrityError, match=r"shard-00000\.safetensors is missing"):
         transfer.get_cached(0)
@@ -349,6 +360,53 @@ def test_uncertified_shards_are_read_for_a_reason_which_is_recorded(
     assert "UNCERTIFIED" in caplog.text
     with pytest.raises(UsageError, match="a reason of 10 characters or more"):
         transfer_of(dataset, tiny_verifier, truetap_allow_uncertified="because")
+
+
+def test_a_policy_is_asked_of_the_certificates(
+    folder: RunFolder, dataset: Path, tiny_verifier: Path, console: Console, tmp_path: Path
+) -> None:
+    demanded = tmp_path / "policy.toml"
+    demanded.write_text(f'signers = ["ed25519:{"a" * 64}"]')
+    with pytest.raises(CheckFailed, match="it is not signed, and the policy demands"):
+        transfer_of(dataset, tiny_verifier, truetap_policy=str(demanded))
+    with pytest.raises(CheckFailed, match="it is not signed, and the policy demands"):
+        export(folder, tiny_verifier, console, Gate(policy=demanded))
+    demanded.write_text("production = false\nunsigned = true")
+    export(folder, tiny_verifier, console, Gate(policy=demanded))
+    assert f"--truetap-policy {demanded}" in console.file.getvalue()  # type: ignore[attr-defined]
+    transfer_of(dataset, tiny_verifier, truetap_policy=str(demanded))
+
+
+def test_shards_that_no_audit_answers_for_are_refused(
+    folder: RunFolder, dataset: Path, tiny_verifier: Path, console: Console
+) -> None:
+    change_line(folder, 1, audit={"every_shards": 16})
+    for ask in (
+        lambda: transfer_of(dataset, tiny_verifier),
+        lambda: export(folder, tiny_verifier, console),
+    ):
+        with pytest.raises(CheckFailed, match=r"shard-00001\.safetensors was captured after"):
+            ask()
+
+
+def test_heads_made_from_other_shards_are_not_continued(
+    folder: RunFolder, dataset: Path, tiny_verifier: Path
+) -> None:
+    """The trainer goes on from the newest checkpoint in its folder, whatever that was made of."""
+    certified = Store(folder.shards).entries()["shard-00002.safetensors"]
+    uncertified(folder)
+    transfer_of(dataset, tiny_verifier, truetap_allow_uncertified=WHY)
+    again = "as we said the day before"
+    transfer_of(dataset, tiny_verifier, truetap_allow_uncertified=again)
+    saved = dataset.parent / "saved" / "truetap.json"
+    said = json.loads(saved.read_text())
+    assert said["uncertified"]["trained_because"] == [WHY, again]
+    Store(folder.shards).append(certified)
+    with pytest.raises(UsageError, match="holds heads made from other shards") as refused:
+        transfer_of(dataset, tiny_verifier)
+    assert "another --save-path" in refused.value.remedy
+    assert json.loads(saved.read_text()) == said
+    transfer_of(dataset, tiny_verifier, save_path=str(dataset.parent / "other"))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from truetap.harness.auditor import Finding
 from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, UsageError
 from truetap.harness.model import EngineSpec
 from truetap.pipeline import audit_log, batches, draft_head, run_folder, train
-from truetap.pipeline.config import RunConfig, Train, Verifier
+from truetap.pipeline.config import Gate, RunConfig, Train, Verifier
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.run_folder import RunFolder
 from truetap.pipeline.store import Sample, Store
@@ -777,6 +777,21 @@ def test_a_promised_audit_that_failed_or_is_missing_ends_training(
     with pytest.raises(CheckFailed, match=r"shard-00000\.safetensors failed its audit") as failed:
         train.train(config, folder, spec_of(tiny_verifier), console)
     assert "truetap extract" in failed.value.remedy
+    assert not (folder.root / "made-from.json").exists()
+
+
+def test_a_policy_that_the_kept_certificates_do_not_meet_ends_training(
+    begin: Callable[..., RunFolder], tiny_verifier: Path, console: Console
+) -> None:
+    """Neither a forged manifest nor one of the days before the policy gets past it."""
+    folder = begin("development")
+    demanded = folder.root / "policy.toml"
+    demanded.write_text(f'signers = ["ed25519:{"a" * 64}"]')
+    config = config_of(folder.root, tiny_verifier)
+    config = config.model_copy(update={"gate": Gate(policy=demanded)})
+    for reason in (None, WHY):
+        with pytest.raises(CheckFailed, match="it is not signed, and the policy demands"):
+            train.train(config, folder, spec_of(tiny_verifier), console, allow_uncertified=reason)
     assert not (folder.root / "made-from.json").exists()
 
 

@@ -26,7 +26,7 @@ from truetap.pipeline import (
     run_folder,
     uncertified,
 )
-from truetap.pipeline.config import Extract, RunConfig, Verifier
+from truetap.pipeline.config import Extract, Gate, RunConfig, Verifier
 from truetap.pipeline.gate import Decision
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.run_folder import RunFolder
@@ -52,7 +52,7 @@ def told(console: Console) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
-@pytest.mark.parametrize("text", ["", "   ", "because", "a b c d e", "because \n  "])
+@pytest.mark.parametrize("text", ["", "   ", "because", "a b c d e", "because \n  ", "\u200b" * 10])
 def test_a_reason_must_be_one(text: str) -> None:
     with pytest.raises(UsageError, match="needs a reason of 10 characters or more") as refused:
         uncertified.checked_reason(text)
@@ -61,6 +61,7 @@ def test_a_reason_must_be_one(text: str) -> None:
 
 def test_a_reason_is_kept_on_one_line() -> None:
     assert uncertified.checked_reason(" the node\n is\tnew  ") == "the node is new"
+    assert uncertified.checked_reason("the node\x1b[2J is new") == "the node [2J is new"
     assert uncertified.checked_reason(None) is None
 
 
@@ -170,10 +171,29 @@ def test_what_was_captured_uncertified_is_captured_again_by_a_run_that_must_be_c
     store.append({"shard": names[0], "uncertified": said})
     store.append({"shard": names[1], "uncertified": said})
     store.append({"shard": names[2]})  # says nothing: no reason makes up for that
-    lacking = extract._without_certificate(store, jobs, console, allowed=False)
+    lacking = extract._without_certificate(Gate(), store, jobs, console, allowed=False)
     assert lacking == set(names[:3])
     assert f"{names[0]}, {names[1]}: captured uncertified; to be captured again" in told(console)
-    assert extract._without_certificate(store, jobs, console, allowed=True) == {names[2]}
+    lacking = extract._without_certificate(Gate(), store, jobs, console, allowed=True)
+    assert lacking == {names[2]}
+
+
+def test_what_was_captured_under_another_policy_is_captured_again(
+    folder: RunFolder, console: Console, certify: Callable[..., str], tmp_path: Path
+) -> None:
+    store, name = Store(folder.shards), "shard-00000.safetensors"
+    engine = {"dtype": "bfloat16", "adapter": {"name": "vllm_native", "sha256": "b" * 64}}
+    made = {"verifier": {"weights_sha256": "a" * 64}, "boundaries": [2, 12]}
+    digest = certify(folder.shards, engine | made)
+    line = {"shard": name, "engine": engine, "dtype": "bfloat16", "certificate": digest, **made}
+    store.append(line | {"made": datetime(2026, 11, 30, tzinfo=UTC).isoformat()})
+    jobs = extract._jobs([Conversation("c0", "train", (0, 1), 1)], 1)
+    assert extract._without_certificate(Gate(), store, jobs, console, allowed=False) == set()
+    (tmp_path / "policy.toml").write_text(f'signers = ["ed25519:{"a" * 64}"]')
+    gate = Gate(policy=tmp_path / "policy.toml")
+    for allowed in (False, True):
+        assert extract._without_certificate(gate, store, jobs, console, allowed=allowed) == {name}
+    assert "it is not signed, and the policy demands a signature; to be" in told(console)
 
 
 # --- the whole run -----------------------------------------------------------------------------
@@ -240,6 +260,9 @@ def test_a_run_without_any_certificate_goes_on_and_tells_it_first_and_last(
     ]
     assert done[0][1] == (0, 1, 3)
     text = told(console)
+    failed = isinstance(error, CheckFailed)
+    assert ("the capture path did not pass" if failed else "there is no report") in text
+    assert ("the capture path did not pass" in text) == failed
     banners = [at for at in range(len(text)) if text.startswith("UNCERTIFIED: the gate deni", at)]
     assert len(banners) >= 3, "the banner at the gate, the verdict, and the banner at the end"
     assert text.rindex("UNCERTIFIED") > text.index("report: ")
@@ -260,6 +283,16 @@ def test_without_the_flag_a_denied_run_ends_at_the_gate(
         stages(error=error, decision=DENIED, reason=None)
     assert not folder.shards.joinpath("manifest.jsonl").exists()
     assert "UNCERTIFIED" not in told(console)
+
+
+def test_a_key_that_cannot_be_read_is_told_before_the_suite_runs(
+    stages: Callable[..., Any], console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(conform.KEY_VARIABLE, "/nowhere/release.pem")
+    for reason in (None, WHY):
+        with pytest.raises(UsageError, match=r"no private key at /nowhere/release\.pem"):
+            stages(error=CheckFailed("no"), decision=DENIED, reason=reason)
+    assert "conform" not in told(console)
 
 
 # --- what outlives it --------------------------------------------------------------------------
