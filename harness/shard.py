@@ -106,10 +106,10 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(memoryview(flat.numpy())).hexdigest()
 
 
-def mismatches(tensors: Mapping[str, Any], digests: Mapping[str, str]) -> list[str]:
-    """Return the names of tensors that are absent or whose bytes differ from ``digests``."""
+def mismatches(
+    tensors: Mapping[str, Any], digests: Mapping[str, str], names: Sequence[str] = TENSORS
+) -> list[str]:
+    """Return which of ``names`` are absent or have other bytes than ``digests`` says."""
     return [
-        name
-        for name in TENSORS
-        if name not in tensors or digest(tensors[name]) != digests.get(name)
+        name for name in names if name not in tensors or digest(tensors[name]) != digests.get(name)
     ]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
-from truetap.pipeline import cli_audit, cli_engine, cli_gate, cli_suite
+from truetap.pipeline import cli_audit, cli_engine, cli_gate, cli_store, cli_suite
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -379,6 +379,7 @@ for verb in (
     *(cli_engine.surface, cli_engine.record),
     *(cli_suite.clauses, cli_suite.adapters, cli_suite.matrix),
     cli_audit.audit,
+    *(cli_store.plan, cli_store.publish),
     *(cli_gate.keys, cli_gate.verify),
 ):
     app.add_command(verb)

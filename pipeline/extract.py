@@ -18,7 +18,7 @@ from truetap.harness.auditor_process import Auditor, Checker
 from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, UsageError
 from truetap.harness.model import CaptureRequest, EngineSpec, Environment
 from truetap.harness.progress import Bar, bar
-from truetap.pipeline import plan, policy, prepare, provenance
+from truetap.pipeline import forecast, plan, policy, prepare, provenance
 from truetap.pipeline.config import Gate, RunConfig
 from truetap.pipeline.gatekeeper import Gatekeeper
 from truetap.pipeline.prepare import Conversation
@@ -133,13 +133,16 @@ class _Extraction:
             self.audit.settle()  # of what an earlier run left, before anything is added to it
             with bar(console, "captured", total, done=done) as progress:
                 counter = _Counter(progress)
-                for job in todo:
-                    promised = {**keeper.standing(), **self.audit.promise}
-                    entry = _make(
-                        self.store, session, job, counter, self.facts, environment, promised
-                    )
-                    if not self.audit.published(entry, last=job is todo[-1]):
-                        return  # what comes now is the auditor's: ``settle``
+                try:
+                    for job in todo:
+                        promised = {**keeper.standing(), **self.audit.promise}
+                        entry = _make(
+                            self.store, session, job, counter, self.facts, environment, promised
+                        )
+                        if not self.audit.published(entry, last=job is todo[-1]):
+                            return  # what comes now is the auditor's: ``settle``
+                finally:
+                    forecast.record_speed(self.folder, self.config, *counter.measured())
 
 
 class _Counter:
@@ -152,6 +155,10 @@ class _Counter:
         self._tokens += tokens
         rate = self._tokens / max(time.monotonic() - self._started, 1e-6)
         self._bar.advance(note=f"{rate:,.0f} tokens/s")
+
+    def measured(self) -> tuple[int, float]:
+        """Return the tokens captured, and in how many seconds."""
+        return self._tokens, time.monotonic() - self._started
 
 
 def _make(

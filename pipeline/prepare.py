@@ -96,6 +96,12 @@ def load(folder: RunFolder) -> list[Conversation]:
     return sorted(conversations, key=lambda c: (c.split != "train", c.id))
 
 
+def prompt_lengths(config: RunConfig, model: Path) -> dict[str, int]:
+    """Return the prompts' tokens, by id, of every question that is to be answered."""
+    questions = _questions(config, load_tokenizer(model))
+    return {q.id: len(q.prompt) for q in questions if q.split != "heldout"}
+
+
 def load_tokenizer(model: Path) -> Any:
     """Return the verifier's tokenizer; it must have a chat template."""
     try:

@@ -51,6 +51,11 @@ class RunFolder:
         return self.root / "shards"
 
     @property
+    def speed(self) -> Path:
+        """How fast the last extraction was, for ``truetap plan``."""
+        return self.root / "extract-speed.json"
+
+    @property
     def uncertified(self) -> Path:
         """What the gate said when it was overruled; absent in most folders."""
         return self.root / "uncertified.jsonl"

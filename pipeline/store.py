@@ -58,11 +58,7 @@ class Store:
 
         Of two for one shard the later counts.
         """
-        found: dict[str, dict[str, Any]] = {}
-        for entry in sealed_lines(self.manifest):
-            found.pop(entry["shard"], None)
-            found[entry["shard"]] = entry
-        return found
+        return by_shard(sealed_lines(self.manifest))
 
     def repair(self) -> list[str]:
         """Remove what an interruption or damage left; return what was done, in words.
@@ -137,21 +133,29 @@ class Store:
 
     def verified(self, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return a shard's tensors; ``IntegrityError`` if they are not what was recorded."""
+        tensors = self.mapped(entry)
+        require_recorded(tensors, entry, self.path(entry["shard"]))
+        return tensors
+
+    def mapped(self, entry: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return a shard's tensors, memory-mapped and not compared with anything."""
         path = self.path(entry["shard"])
         if path.is_symlink():  # a digest can be right today and the file another's tomorrow
             raise IntegrityError(f"shard {path} is a link, not a file of this folder", remedy=REDO)
         try:
-            tensors = shard.read(path)
+            return shard.read(path)
         except FileNotFoundError:
             raise IntegrityError(f"shard {path} is missing", remedy=REDO) from None
         except Exception as error:  # safetensors has its own error type, and corrupt headers many
             raise IntegrityError(f"shard {path} cannot be read: {error}", remedy=REDO) from error
-        if wrong := shard.mismatches(tensors, entry.get("digests", {})):
-            raise IntegrityError(
-                f"shard {path} is corrupt: {', '.join(wrong)} differ from the recorded digests",
-                remedy=REDO,
-            )
-        return tensors
+
+    def signature(self, entry: Mapping[str, Any]) -> tuple[int, ...] | None:
+        """Return what changes when a shard's file is replaced or written to; None if it is gone."""
+        try:
+            status = self.path(entry["shard"]).lstat()
+        except FileNotFoundError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def tokens(self, entry: Mapping[str, Any]) -> list[list[int]]:
         """Return the token ids of a shard's requests, verified, without reading its states."""
@@ -197,6 +201,29 @@ class Store:
         return [found[sample_id] for sample_id in ids]
 
 
+def require_recorded(
+    tensors: Mapping[str, torch.Tensor],
+    entry: Mapping[str, Any],
+    where: object,
+    names: Sequence[str] = shard.TENSORS,
+) -> None:
+    """Raise ``IntegrityError`` unless tensors of a shard have the digests of its line."""
+    if wrong := shard.mismatches(tensors, entry.get("digests", {}), names):
+        raise IntegrityError(
+            f"shard {where} is corrupt: {', '.join(wrong)} differ from the recorded digests",
+            remedy=REDO,
+        )
+
+
+def by_shard(lines: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return lines by shard name, in the order of writing; of two for one shard the later."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in lines:
+        found.pop(entry["shard"], None)
+        found[entry["shard"]] = entry
+    return found
+
+
 def sealed(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line about a shard with its own digest."""
     return {**entry, "sha256": _digest(entry)}
@@ -204,14 +231,19 @@ def sealed(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def sealed_lines(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file of sealed lines; ``IntegrityError`` if one is damaged."""
+    return opened(run_folder.whole_lines(path), path)
+
+
+def opened(lines: Iterable[bytes], where: object) -> list[dict[str, Any]]:
+    """Return the content of sealed lines; ``IntegrityError`` if one is damaged."""
     found = []
-    for number, line in enumerate(run_folder.whole_lines(path), start=1):
+    for number, line in enumerate(lines, start=1):
         entry = unsealed(line)
         if entry is None:
-            raise IntegrityError(f"line {number} of {path} is not as it was written", remedy=REDO)
+            raise IntegrityError(f"line {number} of {where} is not as it was written", remedy=REDO)
         if wrong := names.fault_of(entry["shard"]):
             raise IntegrityError(
-                f"line {number} of {path} names {entry['shard']!r}, which is no file of this "
+                f"line {number} of {where} names {entry['shard']!r}, which is no file of this "
                 f"folder: {wrong}",
                 remedy=REDO,
             )

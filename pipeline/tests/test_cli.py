@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 VERBS = [
     *("adapters", "audit", "certify", "clauses", "conform", "doctor", "evaluate"),
-    *("export-dataset", "extract", "gate", "keys", "matrix", "prepare", "record", "run"),
-    *("surface", "train", "verify"),
+    *("export-dataset", "extract", "gate", "keys", "matrix", "plan", "prepare", "publish"),
+    *("record", "run", "surface", "train", "verify"),
 ]
 WITHOUT_CONFIG = {
     *("adapters", "audit", "clauses", "doctor", "keys", "matrix", "record", "surface", "verify")
@@ -59,7 +59,7 @@ def test_help_names_every_verb_and_exit_code() -> None:
 
 @pytest.mark.parametrize("verb", [verb for verb in VERBS if verb not in WITHOUT_CONFIG])
 def test_a_missing_configuration_is_one_sentence(verb: str, tmp_path: Path) -> None:
-    done = truetap(verb, tmp_path / "none.toml")
+    done = truetap(verb, tmp_path / "none.toml", *(["memory://x"] if verb == "publish" else []))
     assert done.returncode == 2
     assert done.stderr == (
         f"truetap: there is no configuration at {tmp_path}/none.toml\n"

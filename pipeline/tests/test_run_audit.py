@@ -468,6 +468,10 @@ def test_extraction_stops_at_a_fault_keeps_what_is_good_and_then_finishes(
     )
     store = Store(folder.shards)
     assert list(store.entries()) == [f"shard-0000{n}.safetensors" for n in (0, 1)]
+    measured = run_folder.read_json(folder.speed)  # of a run that did not end well, too
+    captured = sorted(conversations(7), key=lambda c: c.id)[: 5 * PER_SHARD]
+    assert measured["tokens"] == sum(len(c.token_ids) for c in captured)
+    assert measured["seconds"] > 0
 
     path.after = 99
     extract.extract(config, folder, spec, console)
