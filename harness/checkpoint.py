@@ -32,11 +32,13 @@ class Checkpoint:
     """The safetensors files of one verifier, read tensor by tensor."""
 
     def __init__(self, model: Path) -> None:
-        config = verifier.describe(model).config
+        facts = verifier.describe(model)
         self.folder = model
+        self.matrix = [facts.vocab_size, facts.hidden_size]
+        """Shape of the embeddings, and of the output head."""
         self.files: Mapping[str, str] = _files(model)
         """File name of each tensor, by the name that it has in the checkpoint."""
-        self.scheme = _scheme(config)
+        self.scheme = _scheme(facts.config)
         self._body = next(
             (body for body in BODIES if f"{body}embed_tokens.weight" in self.files), None
         )
@@ -84,29 +86,37 @@ class Tensors:
         """
         found = self._checkpoint.name(name)
         value = self._plain(found) if found in self._checkpoint.files else self._unpacked(found)
-        if tuple(value.shape) != tuple(shape):
-            raise IntegrityError(
-                f"{found} in {self._checkpoint.folder} has shape {list(value.shape)}, where the "
-                f"configuration means {list(shape)}",
-                remedy="config.json and weights are not of one verifier; fetch both again",
-            )
+        self._require_shape(found, value.shape, shape)
         return value.to(dtype, copy=True)  # on a CPU, what was read is the mapped file itself
 
     def rows(self, name: str, at: Sequence[int], dtype: Any) -> Any:
-        """Return ``[len(at), width]``: some rows of a matrix by the checkpoint's own name."""
+        """Return ``[len(at), width]``: rows of the embeddings, by the checkpoint's own name."""
         import torch
 
-        matrix = self._get(name, whole=False)
+        matrix = self._matrix(name)
         distinct = {row: matrix[row : row + 1] for row in sorted(set(at))}
         return _not_quantised(name, torch.cat([distinct[row] for row in at])).to(
             self._device, dtype
         )
 
     def slices(self, name: str, rows: int) -> Iterator[Any]:
-        """Yield a matrix by the checkpoint's own name, ``rows`` rows at a time, as it is stored."""
-        matrix = self._get(name, whole=False)
+        """Yield embeddings or head, ``rows`` rows at a time, as they are stored."""
+        matrix = self._matrix(name)
         for start in range(0, matrix.get_shape()[0], rows):
             yield _not_quantised(name, matrix[start : start + rows]).to(self._device)
+
+    def _matrix(self, name: str) -> Any:
+        matrix = self._get(name, whole=False)
+        self._require_shape(name, matrix.get_shape(), self._checkpoint.matrix)
+        return matrix
+
+    def _require_shape(self, name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+        if list(found) != list(wanted):
+            raise IntegrityError(
+                f"{name} in {self._checkpoint.folder} has shape {list(found)}, where the "
+                f"configuration means {list(wanted)}",
+                remedy="config.json and weights are not of one verifier; fetch both again",
+            )
 
     def _get(self, name: str, *, whole: bool = True) -> Any:
         """Return a tensor as it is stored, or with ``whole=False`` what reads slices of it."""
@@ -171,6 +181,16 @@ def _scheme(config: Mapping[str, Any]) -> _Scheme:
     told = config.get("quantization_config") or text.get("quantization_config")
     if not told:
         return _Scheme()
+    try:
+        return _told_scheme(told)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"quantization_config in the verifier's config.json cannot be understood: {error}",
+            remedy=_READ,
+        ) from None
+
+
+def _told_scheme(told: Mapping[str, Any]) -> _Scheme:
     method = str(told.get("quant_method"))
     if method == "fp8":
         rows, columns = told.get("weight_block_size") or FP8_BLOCK
@@ -256,13 +276,17 @@ def _files(model: Path) -> dict[str, str]:
     index = model / INDEX
     try:
         if index.exists():
-            found = dict(json.loads(index.read_text())["weight_map"])
+            told = json.loads(index.read_text())["weight_map"]
+            found = {str(name): str(file) for name, file in told.items()}
         else:
             found = {}
             for file in sorted(model.glob("*.safetensors")):
                 with safe_open(file, framework="np") as tensors:
                     found |= dict.fromkeys(tensors.keys(), file.name)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (
+        *(OSError, ValueError, KeyError, TypeError, SafetensorError),
+        *(AttributeError, RecursionError),
+    ) as error:
         raise IntegrityError(
             f"the weights of {model} cannot be read: {type(error).__name__}: {error}",
             remedy="fetch the verifier again",
@@ -272,7 +296,7 @@ def _files(model: Path) -> dict[str, str]:
             f"{model} has no *.safetensors files",
             remedy="truetap reads verifiers in safetensors format only",
         )
-    for named in sorted({str(file) for file in found.values()}):
+    for named in sorted(set(found.values())):
         if Path(named).name != named:
             raise IntegrityError(
                 f"{index} names the file {named!r}, which is outside of the verifier's folder",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from truetap.harness import compare, verifier
-from truetap.harness.errors import CouldNotRun, UsageError
+from truetap.harness.errors import CouldNotRun, IntegrityError, UsageError
 from truetap.harness.model import Float32
 
 if TYPE_CHECKING:
@@ -208,6 +208,7 @@ def how(dtype: str) -> dict[str, Any]:
 def _load(model: Path, dtype: str) -> Any:
     try:
         import torch  # noqa: F401
+        from safetensors import SafetensorError
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
     except ImportError as error:
@@ -215,7 +216,22 @@ def _load(model: Path, dtype: str) -> Any:
             f"the reference cannot run: {error}", remedy="pip install 'truetap[reference]'"
         ) from error
     logging.disable_progress_bar()
-    return AutoModelForCausalLM.from_pretrained(model, **how(dtype)).eval()
+    try:
+        made, told = AutoModelForCausalLM.from_pretrained(
+            model, output_loading_info=True, **how(dtype)
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        first = str(error).strip().partition("\n")[0]
+        raise CouldNotRun(
+            f"transformers cannot load the verifier in {model}: {first}",
+            remedy="fetch the verifier again, or use a release of transformers that knows it",
+        ) from error
+    if missing := sorted(told["missing_keys"]):  # these it has made up
+        raise IntegrityError(
+            f"the checkpoint in {model} lacks {len(missing)} weights, the first is {missing[0]}",
+            remedy="config.json and weights are not of one verifier, or cut short; fetch both",
+        )
+    return made.eval()
 
 
 def _run(model: Any, token_ids: Sequence[int]) -> tuple[Float32, Float32, Float32]:

@@ -301,9 +301,16 @@ def _without_weights(model: Path, family: str, device: str) -> tuple[Any, list[A
     text = dict(whole.get("text_config", whole))
     for unwanted in ("model_type", "auto_map", "quantization_config"):
         text.pop(unwanted, None)
-    config = AutoConfig.for_model(family, **text)
-    with torch.device("meta"):
-        made = AutoModelForCausalLM.from_config(config, **how("float32")).eval()
+    try:
+        config = AutoConfig.for_model(family, **text)
+        with torch.device("meta"):
+            made = AutoModelForCausalLM.from_config(config, **how("float32")).eval()
+    except Exception as error:  # whatever a setting leads to
+        raise UsageError(
+            f"transformers cannot build a verifier from the config.json in {model}: "
+            f"{type(error).__name__}: {error}",
+            remedy="fetch the verifier again, or use a release of transformers that knows it",
+        ) from error
     made.requires_grad_(requires_grad=False)
     # Angles are computed, not stored, so these need memory and are made anew.
     made.base_model.rotary_emb = type(made.base_model.rotary_emb)(config=config).to(device)

@@ -39,6 +39,8 @@ def describe(directory: Path) -> VerifierFacts:
         ) from None
     except (OSError, ValueError) as error:
         raise IntegrityError(f"{path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise UsageError(f"{path} does not describe a verifier: it is no table of settings")
     text = config.get("text_config", config)  # multimodal verifiers nest the decoder's settings
     try:
         return VerifierFacts(
@@ -53,6 +55,8 @@ def describe(directory: Path) -> VerifierFacts:
         raise UsageError(
             f"{path} has no {missing}; it does not describe a decoder-only verifier"
         ) from None
+    except (TypeError, ValueError) as wrong:
+        raise UsageError(f"{path} does not describe a decoder-only verifier: {wrong}") from None
 
 
 def kinds(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from truetap.harness.errors import CheckFailed
 from truetap.pipeline import run_folder
 from truetap.pipeline.store import REDO, Store, drop_damaged, sealed, sealed_lines
 
-FORMAT = "truetap/audit/1"
+FORMAT = "truetap/run-audit/1"
 Line = Mapping[str, Any]
 
 

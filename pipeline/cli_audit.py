@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import click
 
-from truetap.harness.errors import UsageError
+from truetap.harness.errors import CouldNotRun, UsageError
 
 PRODUCERS = ("truetap", "speculators", "specforge", "modelopt")
 
@@ -17,9 +18,9 @@ PRODUCERS = ("truetap", "speculators", "specforge", "modelopt")
 def _sample(_context: click.Context, _parameter: click.Parameter, text: str) -> int | None:
     if text == "all":
         return None
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"--sample is a number from 1 on, or 'all', not {text!r}")
-    return int(text)
+    return min(int(text), sys.maxsize)
 
 
 def _list(
@@ -113,12 +114,19 @@ def audit(
         resume=resume,
     )
     made: dict[str, Any] = auditing.audit_folder(request, console)
-    if report is not None:
-        run_folder.write_json(report, made)
     if as_json:
         click.echo(json.dumps(made, indent=1))
     else:
         judgement.print_report(made, console)
+    if report is not None:
+        try:
+            run_folder.write_json(report, made)
+        except OSError as error:
+            raise CouldNotRun(
+                f"the report cannot be written to {report}: {error}",
+                remedy=f"name another file with --report; --state {request.state} --resume keeps "
+                "what was found",
+            ) from error
     return int(made["exit_code"])
 
 

@@ -95,6 +95,12 @@ class Audit(_Table):
     deadline_s: Positive = 600
     """Longest wait for one audit, loading the reference included."""
 
+    @model_validator(mode="after")
+    def _some_of_each(self) -> Audit:
+        if self.max_tokens < 8 * self.samples:
+            raise ValueError("max_tokens must be at least 8 for each of the samples")
+        return self
+
 
 class Train(_Table):
     """The EAGLE-3 draft head and its training."""

@@ -131,6 +131,25 @@ def test_rows_are_those_asked_for_in_that_order(tmp_path: Path) -> None:
     assert [len(part) for part in parts] == [4, 2]
 
 
+@pytest.mark.parametrize("rows", [5, 7])
+def test_embeddings_and_head_have_the_vocabulary_s_rows(rows: int, tmp_path: Path) -> None:
+    """A head with fewer rows would give probabilities that are too high, and no error."""
+    import torch
+
+    found = Checkpoint(write(tmp_path, {"lm_head.weight": torch.ones(rows, 8)}))
+    with (
+        found.opened() as tensors,
+        pytest.raises(IntegrityError, match=rf"\[{rows}, 8\].*\[6, 8\]"),
+    ):
+        list(tensors.slices(found.head, 4))
+    write(tmp_path, {"model.embed_tokens.weight": torch.ones(rows, 8)})
+    with (
+        found.opened() as tensors,
+        pytest.raises(IntegrityError, match=rf"\[{rows}, 8\].*\[6, 8\]"),
+    ):
+        tensors.rows(found.embeddings, [0], torch.float32)
+
+
 def _missing(_folder: Path) -> None:
     pass
 
@@ -208,6 +227,24 @@ def _no_index(folder: Path) -> None:
     (folder / checkpoint.INDEX).write_text("[]")
 
 
+def _files_by_number(folder: Path) -> None:
+    where = {"model.embed_tokens.weight": 7}
+    (folder / checkpoint.INDEX).write_text(json.dumps({"weight_map": where}))
+
+
+def _brackets(folder: Path) -> None:
+    (folder / checkpoint.INDEX).write_text("[" * 100_000)
+
+
+def _quantised_somehow(folder: Path) -> None:
+    write(folder, {}, quantization_config="fp8")
+
+
+def _blocks_of_letters(folder: Path) -> None:
+    how = {"quant_method": "fp8", "weight_block_size": "ab"}
+    write(folder, {}, quantization_config=how)
+
+
 def _file_gone(folder: Path) -> None:
     where = {"model.embed_tokens.weight": "model.safetensors", Q: "gone.safetensors"}
     (folder / checkpoint.INDEX).write_text(json.dumps({"weight_map": where}))
@@ -240,6 +277,10 @@ def _no_embeddings(folder: Path) -> None:
         (_cut_off, IntegrityError, "cannot be read"),
         (_another_folder, IntegrityError, "outside of the verifier's folder"),
         (_no_index, IntegrityError, "cannot be read"),
+        (_files_by_number, IntegrityError, "no tensor"),
+        (_brackets, IntegrityError, "cannot be read"),
+        (_quantised_somehow, UsageError, "quantization_config .* cannot be understood"),
+        (_blocks_of_letters, UsageError, "quantization_config .* cannot be understood"),
         (_file_gone, IntegrityError, "cannot be read from"),
         (_no_files, UsageError, r"no \*.safetensors files"),
         (_no_embeddings, UsageError, "no embeddings under any of the names"),

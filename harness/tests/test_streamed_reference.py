@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from truetap.harness import compare, random_verifier, streamed_reference
-from truetap.harness.errors import CouldNotRun, UsageError
+from truetap.harness.errors import CouldNotRun, IntegrityError, UsageError
 from truetap.harness.final_norm import final_norm
 from truetap.harness.model import CaptureRequest, EngineSpec, Float32
 from truetap.harness.observation import Observation, Scene
@@ -534,6 +535,40 @@ def test_what_cannot_be_opened_is_refused_in_a_sentence(llama: Path, tmp_path: P
     with pytest.raises(UsageError, match="family 'gpt_oss'") as unknown:
         open_reference(tmp_path, "bfloat16", kind="streamed")
     assert all(name in unknown.value.remedy for name in FAMILIES)
+
+
+@pytest.mark.parametrize("setting", [{"num_attention_heads": 0}, {"hidden_act": "nonesuch"}])
+def test_a_configuration_of_which_no_model_can_be_built(
+    setting: dict[str, Any], llama: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(llama, tmp_path / "copy")
+    config = json.loads((llama / "config.json").read_text()) | setting
+    (tmp_path / "copy" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="transformers cannot build a verifier"):
+        open_reference(tmp_path / "copy", "bfloat16", kind="streamed")
+
+
+def test_a_verifier_that_cannot_be_held_whole(llama: Path, tmp_path: Path) -> None:
+    """transformers makes up the weights that a checkpoint lacks, and right captures would fail."""
+    from safetensors.torch import load_file, save_file
+
+    copy = tmp_path / "copy"
+    shutil.copytree(llama, copy)
+    file, weights = copy / "model.safetensors", load_file(llama / "model.safetensors")
+    weights.pop("model.layers.3.mlp.up_proj.weight")
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(IntegrityError, match=r"lacks 1 weights, the first is .*3\.mlp\.up_proj"):
+        Reference(copy, "bfloat16")
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(CouldNotRun, match="transformers cannot load the verifier"):
+        Reference(copy, "bfloat16")
+    file.unlink()
+    with pytest.raises(CouldNotRun, match="transformers cannot load the verifier"):
+        Reference(copy, "bfloat16")
+    config = json.loads((copy / "config.json").read_text()) | {"model_type": "nonesuch"}
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CouldNotRun, match="model type `nonesuch`"):
+        Reference(copy, "bfloat16")
 
 
 def test_every_family_that_it_knows_is_tested() -> None:

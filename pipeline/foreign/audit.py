@@ -91,9 +91,10 @@ def _require_torch() -> None:
 def read_all(producer: Producer, state: AuditState, masks: MaskJudge, console: Console) -> int:
     """Read every file once; return how many there are."""
     total = sum(1 for _ in producer.files())
-    started, read = time.monotonic(), 0
+    started, read, seen = time.monotonic(), 0, 0
     with bar(console, "files", total) as progress:
         for found in producer.files():
+            seen += 1
             if state.has(found):
                 progress.advance(note="read before")
                 continue
@@ -101,8 +102,8 @@ def read_all(producer: Producer, state: AuditState, masks: MaskJudge, console: C
             read += 1
             progress.advance(note=f"{read / max(time.monotonic() - started, 1e-6):,.0f} files/s")
     state.commit()
-    state.require_present(total)
-    return total
+    state.require_present(seen)  # not ``total``: somebody may have added files meanwhile
+    return seen
 
 
 def _read_one(producer: Producer, found: Found, state: AuditState, masks: MaskJudge) -> None:

@@ -37,10 +37,14 @@ def examine(
     if width != verifier.hidden_size:
         text = f"its states are {width} wide, the verifier's are {verifier.hidden_size}"
         problems.append(Problem("width", text))
+    if not slots:
+        problems.append(Problem("shape", "it has no slots"))
+    if not states.is_floating_point():
+        problems.append(Problem("shape", f"its states are {sample.dtype}: no real numbers"))
     if rows != len(token_ids) and not any(p.code == "rows" for p in problems):
         problems.append(Problem("rows", f"{rows} rows for {len(token_ids)} tokens"))
     problems += _vocabulary(token_ids, verifier.vocab_size)
-    seen = _values(states, token_ids)
+    seen = _values(states, token_ids) if states.numel() else []
     mask_problems, judged = _mask(sample, masks, whole_mask_is_usual)
     return Examined(
         name=sample.name,
@@ -52,8 +56,10 @@ def examine(
         masked=None if sample.loss_mask is None else int((sample.loss_mask != 0).sum()),
         mask_judged=judged,
         problems=problems + seen + mask_problems,
-        # Zeros are zeros; that they repeat says nothing more.
-        prefixes=[] if any(p.code == "zeros" for p in seen) else prefixes(states, token_ids),
+        # Zeros are zeros, and nothing is nothing; that they repeat says nothing more.
+        prefixes=[]
+        if not states.numel() or any(p.code == "zeros" for p in seen)
+        else prefixes(states, token_ids),
     )
 
 

@@ -302,11 +302,16 @@ SHOWN = 10
 """Files of one finding that the text lists; the JSON report has all."""
 
 
+def printable(text: str) -> str:
+    """Spell out what would move a terminal's cursor: names of files are somebody else's."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def print_report(report: Mapping[str, Any], console: Console) -> None:
     """Tell a report on a terminal."""
 
     def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False)
+        console.print(printable(text), highlight=False, markup=False)
 
     files, sample, mask = report["files"], report["sample"], report["loss_mask"]
     say(f"{report['path']}: {report['producer']}, {files['found']:,} files, {files['bad']:,} bad")

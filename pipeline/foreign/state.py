@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -74,6 +75,7 @@ class AuditState:
         wanted = json.dumps(about, sort_keys=True)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            self._require_own()
             if not resume:
                 for old in (path, path.with_name(path.name + "-journal")):
                     old.unlink(missing_ok=True)
@@ -86,7 +88,7 @@ class AuditState:
         except (sqlite3.DatabaseError, OSError) as error:
             raise CouldNotRun(
                 f"the state of the audit cannot be kept in {path}: {error}",
-                remedy="name another file with --state, or run without --resume",
+                remedy="name another file with --state; it is overwritten only if it is an audit's",
             ) from error
         if found not in (None, wanted):
             raise UsageError(
@@ -94,6 +96,14 @@ class AuditState:
                 remedy="run without --resume to begin anew, or name another file with --state",
             )
         self._waiting = 0
+
+    def _require_own(self) -> None:
+        """Refuse a file that is no audit's: it would be deleted, or written into."""
+        if not self.path.exists() or not self.path.stat().st_size:
+            return
+        with closing(sqlite3.connect(self.path)) as db:
+            if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'about'").fetchone():
+                raise sqlite3.DatabaseError("it is something else's")
 
     def _about(self) -> str | None:
         try:

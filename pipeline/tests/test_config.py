@@ -57,6 +57,10 @@ def test_what_is_not_toml_is_refused(tmp_path: Path, content: bytes) -> None:
         ("[data]\ntemperature = -0.1", "data.temperature: "),
         ("[train]\nlearning_rate = 0.0", "train.learning_rate: "),
         ("[train]\ncheckpoint_every = -5", "train.checkpoint_every: "),
+        (
+            "[audit]\nsamples = 32\nmax_tokens = 128",
+            "audit: Value error, max_tokens must be at least 8",
+        ),
         ("[extract]\nrequests_per_shard = 0", "extract.requests_per_shard: "),
         ("[evaluate]\ntemperatures = [0.0, -1.0]", "evaluate.temperatures.1: "),
         ('[capture]\ndtype = "int8"', "capture.dtype: "),

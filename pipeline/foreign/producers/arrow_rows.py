@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path, PurePosixPath
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from truetap.harness.errors import CouldNotRun, UsageError
-from truetap.pipeline.foreign.producers.sample import Problem, Sample
+from truetap.pipeline.foreign.producers.sample import BadFile, Problem, Sample, numbers
 
 
 class ArrowRows:
@@ -27,7 +28,8 @@ class ArrowRows:
             ) from error
         _require_local_files(place)
         try:
-            self._data = load_from_disk(str(place)).with_format("numpy")
+            # As Arrow's own values: a column of images would open the files or addresses it names.
+            self._data = load_from_disk(str(place)).with_format("arrow")
             missing = {"input_ids", "loss_mask"} - set(self._data.column_names)
         except Exception as error:  # pyarrow and datasets have many kinds
             raise UsageError(
@@ -44,21 +46,28 @@ class ArrowRows:
             sample.problems.append(Problem("row", text))
             return
         held = self._data[row]
-        token_ids = np.asarray(held["input_ids"], dtype=np.int64)
+        try:
+            token_ids, mask = (numbers(*_first(held, name)) for name in ("input_ids", "loss_mask"))
+        except BadFile as bad:
+            sample.problems.append(Problem("row", f"row {row} of the dataset: {bad}"))
+            return
         if not np.array_equal(token_ids, sample.token_ids):
             elsewhere = self._by_tokens.get(_digest(sample.token_ids))
             text = f"its token ids are not those of row {row} of the dataset"
             text += "" if elsewhere is None else f", but of row {elsewhere}"
             sample.problems.append(Problem("row", text))
             return
-        sample.loss_mask = np.asarray(held["loss_mask"], dtype=np.int64)
-        sample.messages = _messages(held.get("messages"))
+        sample.loss_mask = mask
+        sample.messages = _messages(held)
 
     @cached_property
     def _by_tokens(self) -> dict[bytes, int]:
         """Rows by their token ids: made once, when the first file is in the wrong place."""
-        rows = self._data.select_columns(["input_ids"])
-        return {_digest(np.asarray(held["input_ids"])): row for row, held in enumerate(rows)}
+        found = {}
+        for row, held in enumerate(self._data.select_columns(["input_ids"])):
+            with suppress(BadFile):  # said of the file that has this row
+                found[_digest(numbers(*_first(held, "input_ids")))] = row
+        return found
 
 
 def _digest(token_ids: Any) -> bytes:
@@ -66,10 +75,14 @@ def _digest(token_ids: Any) -> bytes:
     return blake2b(raw, digest_size=8).digest()
 
 
+def _first(held: Any, name: str) -> tuple[Any, str]:
+    return held.column(name)[0].as_py(), name
+
+
 def _messages(held: Any) -> list[dict[str, Any]] | None:
     try:
-        found = [dict(message) for message in held]
-    except (TypeError, ValueError):
+        found = [dict(message) for message in held.column("messages")[0].as_py()]
+    except (KeyError, TypeError, ValueError):
         return None
     return found if all(isinstance(m.get("content"), str) for m in found) and found else None
 

@@ -32,7 +32,8 @@ def walk(root: Path, wanted: Callable[[str], bool]) -> Iterator[Found]:
 
 
 def _found(root: Path, inside: Path, path: Path) -> Found:
-    name = path.relative_to(root).as_posix()
+    # Names on disk are bytes; what is no UTF-8 in them can be kept and printed when spelt out.
+    name = path.relative_to(root).as_posix().encode(errors="backslashreplace").decode()
     if path.is_symlink() and not _stays(path, inside):
         return Found(name, path, 0, 0, Problem("link", "a link out of the folder: not followed"))
     try:

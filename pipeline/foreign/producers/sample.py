@@ -63,6 +63,9 @@ class Sample:
     problems: list[Problem] = field(default_factory=list)
     """What the reader saw that does not keep the sample from being judged."""
 
+    def __post_init__(self) -> None:
+        self.states = self.states.detach()  # saved as a parameter, they would ask for gradients
+
 
 class Producer:
     """Reads one folder. A subclass knows one producer's layout and nothing of right and wrong."""

@@ -62,6 +62,12 @@ def test_report_and_exit_codes(
     told_text = capsys.readouterr().out
     assert "--boundaries says 1, 5, 8, 12; the slots hold 2, 6, 9, 12" in told_text
     assert "verdict: wrong" in told_text
+    elsewhere = (*common[:-2], "--state", tmp_path / "state", "--report", "/proc/nowhere.json")
+    assert run(monkeypatch, *elsewhere, "--sample", "9" * 30) == 3
+    told_both = capsys.readouterr()
+    assert "verdict: right" in told_both.out
+    assert "the report cannot be written to /proc/nowhere.json" in told_both.err
+    assert "--resume keeps what was found" in told_both.err
     (root / "conversation-3.pt").unlink()
     assert run(monkeypatch, *common, "--resume") == 2
     assert "1 files that were audited before are not there" in capsys.readouterr().err
@@ -72,6 +78,7 @@ def test_report_and_exit_codes(
     [
         (("--sample", "none"), "--sample is a number from 1 on, or 'all', not 'none'"),
         (("--sample", "0"), "--sample is a number"),
+        (("--sample", "²"), "--sample is a number"),
         (("--boundaries", "2;3"), "--boundaries is a list of numbers"),
         (("--producer", "eagle"), "Invalid value for '--producer'"),
     ],
@@ -95,6 +102,8 @@ def test_what_is_no_request(
     [
         ("nowhere", "verifier", "2,12", "does not exist"),
         ("data", "nowhere", "2,12", "there is no verifier"),
+        ("data", "list", "2,12", "does not describe a verifier"),
+        ("data", "letters", "2,12", "does not describe a decoder-only verifier"),
         ("data", "verifier", "2,13", "boundary 13 is out of range"),
     ],
 )
@@ -109,6 +118,9 @@ def test_what_is_not_there(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (tmp_path / "data").mkdir()
+    for odd, content in (("list", "[]"), ("letters", '{"num_hidden_layers": "x"}')):
+        (tmp_path / odd).mkdir()
+        (tmp_path / odd / "config.json").write_text(content)
     place = paper_verifier if model == "verifier" else tmp_path / model
     arguments = (tmp_path / path, "--producer", "modelopt", "--model", place)
     assert run(monkeypatch, *arguments, "--boundaries", boundaries) == 2
@@ -161,6 +173,28 @@ def test_an_audit_that_was_killed_continues(
     # Four were read and kept; now the other four are, and the two of the sample once more.
     assert len(READ) == 4 + 2
     assert report["totals"]["samples"] == 8
+
+
+@pytest.mark.torch
+def test_files_may_come_while_the_folder_is_read(
+    right: list[Any],
+    audited: Callable[..., Any],
+    layouts: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    root = tmp_path / "data"
+    root.mkdir()
+    layouts["modelopt"].write(root, [replace(kept, last_normed=True) for kept in right[:2]])
+
+    class Growing(ModelOptimizer):
+        def files(self) -> Iterator[Found]:
+            yield from super().files()
+            (root / "late.pt").write_bytes((root / "conversation-1.pt").read_bytes())
+
+    monkeypatch.setattr(auditing, "open_producer", lambda _name, path, facts: Growing(path, facts))
+    report = audited("modelopt", None).report
+    assert (report["files"]["found"], report["verdict"]) == (3, "right")
 
 
 def test_help_teaches() -> None:

@@ -122,6 +122,10 @@ def test_a_small_file_that_unpacks_to_a_large_one(tmp_path: Path) -> None:
         torch_file.load(path, limit=LIMIT)
 
 
+def headed(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
 FACTS = VerifierFacts("v", 12, 32, 512, 1024, {})
 
 
@@ -132,6 +136,12 @@ FACTS = VerifierFacts("v", 12, 32, 512, 1024, {})
         ((1 << 60).to_bytes(8, "little") + b"{}" * 50, "unreadable", "header is too long"),
         ((1 << 10).to_bytes(8, "little") + b"{}", "truncated", "fewer bytes than its header says"),
         ((4).to_bytes(8, "little") + b"!!!!", "unreadable", "safetensors cannot read it"),
+        (
+            headed(b'{"a":{"data_offsets":[0,Infinity]}}'),
+            "unreadable",
+            "safetensors cannot read it",
+        ),
+        (headed(b"[" * 100_000), "unreadable", "safetensors cannot read it"),
         (None, "truncated", "fewer bytes than its header says"),
     ],
 )
@@ -207,3 +217,124 @@ def test_a_path_without_data(kind: str, tmp_path: Path) -> None:
         path.mkdir()
     with pytest.raises(UsageError):
         open_producer("modelopt", path, FACTS)
+
+
+def test_names_that_are_no_text_are_spelt_out(
+    right: list[Any], audited: Callable[..., Any], tmp_path: Path
+) -> None:
+    from dataclasses import replace
+
+    audited("modelopt", [replace(kept, last_normed=True) for kept in right[:2]], sample=1)
+    folder = tmp_path / "data"
+    (folder / "conversation-1.pt").rename(folder / os.fsdecode(b"\xff.pt"))
+    result = audited("modelopt", None, sample=1)
+    assert result.errors == {"unreadable": ["\\udcff.pt"]}, "which torch cannot open either"
+    assert result.report["files"] == {"found": 2, "bad": 1}
+
+
+def test_states_of_odd_kinds(right: list[Any], audited: Callable[..., Any], tmp_path: Path) -> None:
+    """Saved with gradients they are right; with no slots, or complex, they are not."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    audited("speculators-0.4", right[:2], sample=1)
+    for path in (tmp_path / "data").glob("data_*.pt"):
+        content = torch.load(path)
+        for slot in content["hidden_states"]:
+            slot.requires_grad_()
+        torch.save(content, path)
+    assert audited("speculators-0.4", None).report["verdict"] == "right"
+
+    root = tmp_path / "new"
+    root.mkdir()
+    for index, kept in enumerate(right[:4]):
+        tensors = {"token_ids": torch.tensor(kept.token_ids), "hidden_states": kept.slots}
+        save_file(tensors, root / f"hs_{index}.safetensors")
+    for index, change in ((1, lambda s: s[:, :0]), (2, lambda s: s.to(torch.complex64))):
+        tensors = dict(load_file(root / f"hs_{index}.safetensors"))
+        tensors["hidden_states"] = change(tensors["hidden_states"]).contiguous()
+        save_file(tensors, root / f"hs_{index}.safetensors")
+    (tmp_path / "data").rename(tmp_path / "old")
+    root.rename(tmp_path / "data")
+    result = audited("speculators", None)
+    assert set(result.errors) == {"shape"}
+    assert "it has no slots" in result.told("shape")
+    assert "complex64: no real numbers" in result.told("shape")
+
+
+COLUMNS: dict[str, dict[str, Any]] = {
+    "no mask": {"loss_mask": [None, None]},
+    "a mask of letters": {"loss_mask": ["x", "y"]},
+    "one number": {"loss_mask": [1, 0]},
+    "tokens of letters": {"input_ids": ["x", "y"]},
+    "tokens in heaps": {"input_ids": [[[1], [2, 3]], [[4]]]},
+}
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+def test_a_dataset_of_other_columns_is_a_finding(
+    column: str, right: list[Any], audited: Callable[..., Any], tmp_path: Path
+) -> None:
+    from datasets import Dataset
+
+    audited("speculators", right[:2], sample=1)
+    columns = {
+        "input_ids": [kept.token_ids for kept in right[:2]],
+        "loss_mask": [kept.mask for kept in right[:2]],
+    }
+    for path in (tmp_path / "data").glob("*.*"):
+        path.unlink()
+    Dataset.from_dict(columns | COLUMNS[column]).save_to_disk(tmp_path / "data")
+    result = audited("speculators", None, sample=1)
+    assert result.errors == {"row": ["hs_0.safetensors", "hs_1.safetensors"]}
+
+
+def test_a_dataset_that_names_other_files_has_them_left_alone(
+    right: list[Any], audited: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A column of images is a column of paths, or addresses, which ``datasets`` would open."""
+    import json
+
+    from datasets import Dataset, load_from_disk
+
+    audited("speculators", right[:1], sample=1)
+    data = tmp_path / "data"
+    for path in data.glob("*.*"):
+        path.unlink()
+    rows: dict[str, Any] = {"input_ids": [right[0].token_ids], "loss_mask": [right[0].mask]}
+    rows["picture"] = [{"bytes": b"", "path": str(tmp_path / "elsewhere.png")}]
+    Dataset.from_dict(rows).save_to_disk(data)
+    info = json.loads((data / "dataset_info.json").read_text())
+    info["features"]["picture"] = {"_type": "Image"}
+    (data / "dataset_info.json").write_text(json.dumps(info))
+    with pytest.raises(Exception, match="image"):
+        load_from_disk(str(data)).with_format("numpy")[0]
+    assert audited("speculators", None).report["verdict"] == "right"
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"ids": None}, "shape"),
+        ({"ids": ["q0"]}, "shape"),
+        ({"ids": ["a", "b", "c", "d"]}, "shape"),
+        ({"ids": ["\ud800", "q1", "q2"]}, "shape"),
+        ({"digests": [1]}, "digest"),
+    ],
+)
+def test_a_manifest_s_line_that_does_not_fit_its_shard(
+    change: dict[str, Any],
+    code: str,
+    right: list[Any],
+    audited: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    from truetap.pipeline.store import Store
+
+    audited("truetap", right, sample=1)
+    store = Store(tmp_path / "data")
+    entry = store.entries()["shard-00000.safetensors"]
+    store.append({name: v for name, v in (entry | change).items() if v is not None})
+    assert audited("truetap", None, sample=1).errors == {code: ["shard-00000.safetensors"]}
+    store.append({**entry, "boundaries": None})
+    assert audited("truetap", None, sample=1).report["verdict"] == "right"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -92,6 +94,24 @@ def test_a_state_file_that_is_none(tmp_path: Path) -> None:
         AuditState(path, ABOUT, resume=True)
     with pytest.raises(CouldNotRun, match="cannot be kept"):
         AuditState(path / "below", ABOUT, resume=False)
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_file_that_is_no_audit_s_is_left_alone(resume: bool, tmp_path: Path) -> None:
+    """A mistyped --state must cost nobody their data."""
+    path, database = tmp_path / "hs_0.safetensors", tmp_path / "notes.sqlite"
+    path.write_bytes(b"somebody's states" * 100)
+    with closing(sqlite3.connect(database)) as db:
+        db.execute("CREATE TABLE notes (text)")
+        db.commit()
+    for other in (path, database):
+        before = other.read_bytes()
+        with pytest.raises(CouldNotRun, match="cannot be kept") as refused:
+            AuditState(other, ABOUT, resume=resume)
+        assert "another file with --state" in refused.value.remedy
+        assert other.read_bytes() == before
+    (tmp_path / "empty").touch()
+    AuditState(tmp_path / "empty", ABOUT, resume=resume).close()
 
 
 def test_files_that_have_gone_are_missed(state: AuditState) -> None:

@@ -179,6 +179,11 @@ def test_a_long_list_is_cut_in_the_text_only() -> None:
     assert "... and 4 more: see --report" in text
 
 
+def test_a_file_s_name_cannot_write_a_verdict() -> None:
+    said = judgement.printable("x\n\x1b[1Averdict: right\udcff é .pt")
+    assert said == "x\\n\\x1b[1Averdict: right\\udcff é .pt"
+
+
 def test_samples_are_grouped_by_what_their_references_take() -> None:
     names = [("a", 10), ("b", 10), ("c", 50), ("d", 5)]
     assert values.chunks(names, 10, 200) == [["a", "b"], ["c"], ["d"]]
