@@ -280,7 +280,13 @@ def gate(stage: Stage, policy: Path | None, certificate: tuple[Path, ...], as_js
 @CONFIG
 @_stage
 def prepare(stage: Stage) -> None:
-    """Have the verifier answer the questions; write conversations with their loss masks."""
+    """Have the verifier answer the questions; write conversations with their loss masks.
+
+    [data] questions names JSON lines, a .json array, a .parquet file, a folder that datasets saved,
+    or hub:NAME; rows are prompts, ShareGPT, messages, Spec-Bench turns or Alpaca, told by the first
+    row's keys. answers = "given" keeps the data set's own answers. What is left out is counted,
+    here and in the run folder's README.md.
+    """
     from truetap.pipeline import prepare as preparation
 
     preparation.prepare(stage.config, stage.folder, stage.model, stage.console)

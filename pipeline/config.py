@@ -64,13 +64,38 @@ class Data(_Table):
     """Questions, and how the verifier answers them."""
 
     questions: Path | None = None
-    """JSON lines with ``id`` and ``text``. Default: docstrings of Python's standard library."""
+    """JSON lines, a .json array, a .parquet file, a folder that ``datasets`` saved, or
+    ``hub:NAME``; the shapes of a row are in docs/data.md. Default: docstrings of Python's standard
+    library."""
+    part: str = "train"
+    """Which split of a ``datasets`` folder or of the hub's data set is read."""
+    answers: Literal["regenerate", "given"] = "regenerate"
+    """Whether the verifier answers each user's turn itself, or the data set's answers are kept."""
+    loss_on: Literal["answers", "last_answer"] = "answers"
+    """What of a dialogue of several turns is learnt."""
+    too_long: Literal["refuse", "drop", "truncate"] = "refuse"
+    """What happens to a dialogue that max_model_len cannot hold; it is cut after a whole turn."""
     train: Positive = 280
     validation: Positive = 20
     heldout: Positive = 40
     """Questions kept out of everything, the draft vocabulary included, for evaluation."""
     max_answer_tokens: Positive = 96
     temperature: Annotated[float, Field(ge=0)] = 0.7
+
+    @model_validator(mode="after")
+    def _answers_of_something(self) -> Data:
+        if self.answers == "given" and self.questions is None:
+            raise ValueError('answers = "given" needs data.questions: docstrings have no answers')
+        return self
+
+    def facts(self) -> dict[str, object]:
+        """Return what conversations depend on; of later settings only those that are in use.
+
+        So a run folder that was made before they existed can be continued.
+        """
+        later = ("part", "answers", "loss_on", "too_long")
+        unused = {name for name in later if getattr(self, name) == Data.model_fields[name].default}
+        return self.model_dump(mode="json", exclude=unused)
 
 
 class Extract(_Table):

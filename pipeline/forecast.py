@@ -157,11 +157,8 @@ def lengths_of(config: RunConfig, folder: RunFolder, model: Path) -> Lengths:
     answered = dict(_answered(folder.conversations))
     if len(answered) >= config.data.train + config.data.validation:
         return Lengths(answered, {})
-    longest = config.data.max_answer_tokens
-    prompts = prepare.prompt_lengths(config, model)
-    return Lengths(
-        answered, {name: n + longest for name, n in prompts.items() if name not in answered}
-    )
+    longest = prepare.longest_lengths(config, folder, model)
+    return Lengths(answered, {name: n for name, n in longest.items() if name not in answered})
 
 
 def _answered(path: Path) -> Iterator[tuple[str, int]]:

@@ -46,6 +46,21 @@ class RunFolder:
         return self.root / "heldout.jsonl"
 
     @property
+    def dropped(self) -> Path:
+        """Dialogues, or last turns of some, that were given up while they were answered."""
+        return self.root / "dropped.jsonl"
+
+    @property
+    def card(self) -> Path:
+        """What the conversations were made from, for people."""
+        return self.root / "README.md"
+
+    @property
+    def frequencies(self) -> Path:
+        """How often each token occurs in the training conversations."""
+        return self.root / "token-frequencies.json"
+
+    @property
     def shards(self) -> Path:
         """Captured states."""
         return self.root / "shards"

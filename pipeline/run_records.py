@@ -38,6 +38,14 @@ class AnsweredQuestion(_Record):
     answer: str
     token_ids: tuple[int, ...]
     prompt_tokens: int
+    masked: tuple[tuple[int, int], ...] | None = None
+
+    @property
+    def loss_tokens(self) -> int:
+        """How many tokens are under the loss mask."""
+        if self.masked is None:
+            return len(self.token_ids) - self.prompt_tokens
+        return sum(end - first for first, end in self.masked)
 
 
 class VerifierName(_Record):
@@ -234,7 +242,7 @@ class RunSummary:
     @property
     def loss_tokens(self) -> int:
         """Tokens under the loss mask: those of the answers."""
-        return self.tokens - sum(row.prompt_tokens for row in self.answered)
+        return sum(row.loss_tokens for row in self.answered)
 
     @property
     def rows(self) -> int:

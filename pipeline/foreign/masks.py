@@ -39,9 +39,9 @@ class MaskJudge:
         self.why_not: str | None = None
         self._tokenizer: Any = None
         try:
-            from truetap.pipeline import prepare
+            from truetap.pipeline import chat
 
-            self._tokenizer = prepare.load_tokenizer(model)
+            self._tokenizer = chat.load_tokenizer(model)
             self._marks()
         except TruetapError as error:
             self.why_not = str(error)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import sysconfig
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +16,12 @@ from rich.console import Console
 
 from truetap.harness import certificate, report
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+CHATML = (
+    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}"
+    "<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 CERTIFIED = datetime(2026, 11, 29, 12, tzinfo=UTC)
 
@@ -87,3 +92,25 @@ def tiny_verifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from truetap.harness.random_verifier import tiny_llama
 
     return tiny_llama(tmp_path_factory.mktemp("verifiers") / "tiny", num_blocks=8)
+
+
+@pytest.fixture(scope="session")
+def trained() -> Any:
+    """A byte-level BPE with merges over spaces and line breaks, as real ones have."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1500,
+        special_tokens=["<|im_start|>", "<|im_end|>", "<s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    text = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text()
+    core.train_from_iterator([text, "\n\n\n\n" * 50, "the answer is the answer " * 50], trainer)
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", bos_token="<s>")
+    made.chat_template = CHATML
+    return made

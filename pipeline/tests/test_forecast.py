@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from truetap.harness.errors import CheckFailed, IntegrityError
-from truetap.pipeline import cli, forecast, prepare, verifiers
+from truetap.pipeline import chat, cli, forecast, prepare, run_folder, selection, verifiers
 from truetap.pipeline import config as configuration
+from truetap.pipeline.dialogues import Message
 from truetap.pipeline.forecast import Lengths
 from truetap.pipeline.run_folder import RunFolder
+from truetap.pipeline.selection import Chosen, Selection
 from truetap.pipeline.store import Store
 
 if TYPE_CHECKING:
@@ -108,32 +110,38 @@ def foresee(path: Path) -> tuple[RunConfig, RunFolder, forecast.Forecast]:
 def test_prompts_count_with_the_longest_answer_until_there_is_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts = {"a": 5, "b": 6, "c": 7, "d": 8}
-    monkeypatch.setattr(prepare, "prompt_lengths", lambda *_: prompts)
+    longest = {"a": 55, "b": 56, "c": 57, "d": 58}
+    monkeypatch.setattr(prepare, "longest_lengths", lambda *_: longest)
     folder = RunFolder(path.parent / "run")
     answer(folder, {"b": 30})
     with folder.conversations.open("a") as file:
         file.write('{"id": "c", "token_ids": [1,')  # being written
     assert foresee(path)[2].tokens == 55 + 30 + 57 + 58
     answer(folder, {"a": 10, "b": 20, "c": 30, "d": 40})
-    monkeypatch.delattr(prepare, "prompt_lengths")  # nothing is left to be asked of a tokenizer
+    monkeypatch.delattr(prepare, "longest_lengths")  # nothing is left to be asked of a tokenizer
     seen = foresee(path)[2]
     assert (seen.tokens, seen.answered) == (100, 4)
     Store(folder.shards).append({"shard": "shard-00000.safetensors", "ids": ["a", "d"]})
     assert foresee(path)[2].tokens == 50
 
 
-def test_questions_that_are_held_out_are_never_captured(
+def test_what_is_held_out_or_given_up_is_never_captured(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    question = (Message("user", "Why?"),)
     asked = [
-        SimpleNamespace(id=split, split=split, prompt=(1,) * length)
-        for length, split in ((7, "heldout"), (5, "validation"), (3, "train"))
-    ]
-    monkeypatch.setattr(prepare, "load_tokenizer", lambda _: None)
-    monkeypatch.setattr(prepare, "_questions", lambda *_: asked)
-    lengths = prepare.prompt_lengths(configuration.load(path), path)
-    assert lengths == {"validation": 5, "train": 3}
+        Chosen(name, split, question, (1,) * length)
+        for name, split, length in (
+            ("h", "heldout", 7), ("v", "validation", 5), ("t", "train", 3), ("d", "train", 4)
+        )
+    ]  # fmt: skip
+    monkeypatch.setattr(chat, "load_tokenizer", lambda _: None)
+    monkeypatch.setattr(selection, "choose", lambda *_: Selection("", chosen=asked))
+    config = configuration.load(path)
+    folder = RunFolder(config.output)
+    run_folder.append_line(folder.dropped, {"id": "d", "why": "being too long"})
+    run_folder.append_line(folder.dropped, {"id": "t", "turns": 2})
+    assert prepare.longest_lengths(config, folder, path) == {"v": 55, "t": 53}
 
 
 @pytest.mark.parametrize("line", ["[]", "{}", '{"id": "a", "token_ids": 7}', "{"])

@@ -10,7 +10,7 @@ import pytest
 
 from truetap.harness.engine import Finished
 from truetap.harness.errors import CheckFailed, IntegrityError, UsageError
-from truetap.pipeline import prepare
+from truetap.pipeline import answering, chat, prepare, selection
 from truetap.pipeline.config import Capture, Data, RunConfig, Verifier
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.run_folder import RunFolder
@@ -64,6 +64,19 @@ def write_questions(path: Path, texts: Sequence[str]) -> Path:
     return path
 
 
+class Words:
+    """A tokenizer of words, for what needs no real one."""
+
+    bos_token_id = None
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> list[int]:
+        return [len(word) for m in messages for word in m["content"].split()]
+
+
+def texts_of(config: RunConfig) -> list[tuple[str, str]]:
+    return [(c.id, c.text) for c in selection.choose(config, Words()).chosen]
+
+
 NINE = [f"What is {number}?" for number in range(9)]
 
 
@@ -110,7 +123,7 @@ def test_an_empty_answer_fails(tokenizer: Any) -> None:
 @pytest.mark.torch
 def test_a_row_keeps_the_engines_own_tokens(tokenizer: Any, tmp_path: Path) -> None:
     config = config_with(write_questions(tmp_path / "q", NINE))
-    question = prepare._questions(config, tokenizer)[-1]
+    question = selection.choose(config, tokenizer).chosen[-1]
     answer = ids_of(tokenizer, "It is 8.<|end|>")
     finished = Finished(
         key=question.id,
@@ -121,7 +134,10 @@ def test_a_row_keeps_the_engines_own_tokens(tokenizer: Any, tmp_path: Path) -> N
         logprobs=None,
         accepted_histogram=None,
     )
-    row = prepare._row(question, finished, tokenizer)
+    (answered,) = answering.answer(
+        config, tokenizer, lambda prompts: (finished for _ in prompts), [question]
+    )
+    row = prepare._row(config, answered, tokenizer)
     assert tokenizer.decode(row["token_ids"]) == (
         "<|start|>user\nWhat is 8?<|end|>\n<|start|>assistant\nIt is 8.<|end|>"
     )
@@ -135,13 +151,12 @@ def test_a_row_keeps_the_engines_own_tokens(tokenizer: Any, tmp_path: Path) -> N
         (None, "No such file"),
         (b'{"id": "a", "text": "\xff"}\n', "which cannot be read"),
         (b"", "has 0 different questions where 9 are needed"),
-        (b'{"id": "a", "text": "What?"}\n{"id": "b"}\n', "line 2 of .* lacks an id or a text"),
-        (b'{"id": "a", "text": "  "}\n', "line 1 of .* lacks an id or a text"),
-        (b'{"id": "a", "text": 5}\n', "line 1 of .* lacks an id or a text"),
-        (b'{"text": "What?"}\n', "line 1 of .* lacks an id or a text"),
-        (b"What is a list?\n", "line 1 of .* lacks an id or a text"),
-        (b'["a", "What?"]\n', "line 1 of .* lacks an id or a text"),
-        (b'{"id": "a", "text": "What?"}\n{"id": "b", "te', "line 2 of .* lacks an id or a text"),
+        (b'{"id": "a", "text": "What?"}\n{"id": "b"}\n', "line 2 of .* lacks 'text'"),
+        (b'{"id": "a", "text": "  "}\n', "line 1 of .* lacks a text under 'text'"),
+        (b'{"text": "What?"}\n', "has 1 different questions where 9 are needed"),
+        (b"What is a list?\n", "line 1 of .* is not JSON"),
+        (b'["a", "What?"]\n', "line 1 of .* has none of the shapes"),
+        (b'{"id": "a", "text": "What?"}\n{"id": "b", "te', "line 2 of .* is not JSON"),
     ],
 )
 def test_a_question_file_that_cannot_serve_is_refused(
@@ -151,7 +166,7 @@ def test_a_question_file_that_cannot_serve_is_refused(
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UsageError, match=said) as caught:
-        prepare._texts(config_with(path))
+        texts_of(config_with(path))
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.remedy
@@ -159,9 +174,9 @@ def test_a_question_file_that_cannot_serve_is_refused(
         assert path.read_bytes() == content, "a user's file was changed"
 
 
-def test_a_folder_of_questions_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"which cannot be read: .*Is a directory") as caught:
-        prepare._texts(config_with(tmp_path))
+def test_a_folder_that_is_no_dataset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"which cannot be read: Directory") as caught:
+        texts_of(config_with(tmp_path))
     assert caught.value.remedy
 
 
@@ -171,7 +186,7 @@ def test_a_file_without_a_final_line_break_is_read_whole(tmp_path: Path, last: b
     path.write_bytes(path.read_bytes() + last)
     before = path.read_bytes()
     train = 5 if b"Last" in last else 4
-    assert len(prepare._texts(config_with(path, train=train))) == train + 5
+    assert len(texts_of(config_with(path, train=train))) == train + 5
     assert path.read_bytes() == before
 
 
@@ -180,11 +195,11 @@ def test_a_duplicate_is_no_question_more(tmp_path: Path, again: tuple[str, str])
     path = write_questions(tmp_path / "questions.jsonl", NINE)
     with path.open("a") as file:
         file.write(json.dumps({"id": again[0], "text": again[1]}) + "\n")
-    texts = prepare._texts(config_with(path))
+    texts = texts_of(config_with(path))
     assert sorted(text for _, text in texts) == NINE
     assert len({question_id for question_id, _ in texts}) == 9
     with pytest.raises(UsageError, match="has 9 different questions where 10 are needed") as caught:
-        prepare._texts(config_with(path, train=5))
+        texts_of(config_with(path, train=5))
     assert "lower data.train" in caught.value.remedy
 
 
@@ -192,7 +207,7 @@ def test_a_duplicate_is_no_question_more(tmp_path: Path, again: tuple[str, str])
 def test_every_question_is_in_one_split(tmp_path: Path, tokenizer: Any) -> None:
     """With a text twice under two ids, which must not be asked in training and held out both."""
     path = write_questions(tmp_path / "questions.jsonl", [*NINE, NINE[0], NINE[8]])
-    questions = prepare._questions(config_with(path), tokenizer)
+    questions = selection.choose(config_with(path), tokenizer).chosen
     splits: dict[str, set[str]] = {"heldout": set(), "validation": set(), "train": set()}
     for question in questions:
         splits[question.split].add(question.text)
@@ -208,13 +223,13 @@ def test_every_question_is_in_one_split(tmp_path: Path, tokenizer: Any) -> None:
 def test_the_longest_prompt_that_fits_is_taken(tmp_path: Path, tokenizer: Any) -> None:
     path = write_questions(tmp_path / "questions.jsonl", [*NINE[:8], "Long" * 10])
     config = config_with(path, max_model_len=100, max_answer_tokens=30)
-    longest = len(prepare._questions(config, tokenizer)[-1].prompt)
+    longest = len(selection.choose(config, tokenizer).chosen[-1].prompt)
     assert longest == len("user\n" + "Long" * 10 + "\nassistant\n") + 3
     fits = config_with(path, max_model_len=longest + 32, max_answer_tokens=30)
-    assert prepare._questions(fits, tokenizer)[-1].prompt
+    assert selection.choose(fits, tokenizer).chosen[-1].prompt
     too_long = config_with(path, max_model_len=longest + 31, max_answer_tokens=30)
     with pytest.raises(UsageError, match=f"question 'q8' has {longest} tokens") as caught:
-        prepare._questions(too_long, tokenizer)
+        selection.choose(too_long, tokenizer)
     assert f"a prompt may have {longest - 1}" in str(caught.value)
     assert "capture.max_model_len" in caught.value.remedy
 
@@ -227,10 +242,10 @@ def test_a_tokenizer_needs_a_chat_template(tmp_path: Path, *, with_template: boo
         made.chat_template = TEMPLATE
     made.save_pretrained(tmp_path)
     if with_template:
-        assert prepare.load_tokenizer(tmp_path).chat_template == TEMPLATE
+        assert chat.load_tokenizer(tmp_path).chat_template == TEMPLATE
         return
     with pytest.raises(UsageError, match=f"the tokenizer in {tmp_path} has no chat template"):
-        prepare.load_tokenizer(tmp_path)
+        chat.load_tokenizer(tmp_path)
 
 
 @pytest.mark.torch
@@ -243,7 +258,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_refused(tmp_path: Path, content: s
     else:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UsageError, match=f"{tmp_path} has no tokenizer that can be loaded"):
-        prepare.load_tokenizer(tmp_path)
+        chat.load_tokenizer(tmp_path)
 
 
 ROWS = [
