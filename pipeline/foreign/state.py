@@ -24,9 +24,11 @@ CREATE TABLE about (what TEXT);
 CREATE TABLE files (file TEXT PRIMARY KEY, size INT, mtime INT) WITHOUT ROWID;
 CREATE TABLE samples (name TEXT PRIMARY KEY, file TEXT, rows INT, tokens INT, slots INT,
     dtype TEXT, width INT, masked INT, mask_judged INT) WITHOUT ROWID;
+CREATE INDEX samples_of ON samples (file);
 CREATE TABLE problems (name TEXT, file TEXT, code TEXT, text TEXT);
 CREATE INDEX problems_of ON problems (name);
-CREATE TABLE prefixes (states INT, tokens INT, name TEXT, rows INT);
+CREATE TABLE prefixes (name TEXT, rows INT, states INT, tokens INT,
+    PRIMARY KEY (name, rows)) WITHOUT ROWID;
 CREATE INDEX prefixes_by_states ON prefixes (states, tokens);
 CREATE TABLE judged (name TEXT PRIMARY KEY, reading TEXT) WITHOUT ROWID;
 COMMIT;
@@ -263,8 +265,8 @@ def _insert(db: sqlite3.Connection, file: str, one: Examined) -> None:
         [(one.name, file, problem.code, problem.text) for problem in one.problems],
     )
     db.executemany(
-        "INSERT INTO prefixes VALUES (?, ?, ?, ?)",
-        [(states, tokens, one.name, rows) for rows, states, tokens in one.prefixes],
+        "INSERT OR REPLACE INTO prefixes VALUES (?, ?, ?, ?)",
+        [(one.name, *prefix) for prefix in one.prefixes],
     )
 
 

@@ -49,6 +49,22 @@ def state(tmp_path: Path) -> AuditState:
     return AuditState(tmp_path / "a" / "audit.state", ABOUT, resume=False)
 
 
+def test_what_a_file_costs_does_not_grow_with_the_files_before_it(state: AuditState) -> None:
+    """No statement that is made for each file goes through a whole table."""
+    state.record(found(0), [examined(0)])
+    made: list[str] = []
+    state._db.set_trace_callback(made.append)
+    for index in (0, 1):  # one that was known, and a new one
+        assert state.has(found(index)) == (index == 0)
+        state.record(found(index), [examined(index, problems=[Problem("nan", "")])])
+    state._db.set_trace_callback(None)
+    queries = [sql for sql in made if sql.startswith(("SELECT", "DELETE", "INSERT"))]
+    assert len({sql.split()[0] for sql in queries}) == 3
+    for sql in queries:
+        plan = [row[3] for row in state._db.execute(f"EXPLAIN QUERY PLAN {sql}")]
+        assert not [step for step in plan if step.startswith("SCAN")], (sql, plan)
+
+
 def test_an_interruption_costs_less_than_one_commit(
     state: AuditState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
