@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 BLOCKS = 12
 VOCABULARY = 16384
@@ -72,7 +72,7 @@ def measure(kind: str, model: Path) -> dict[str, int]:
     from truetap.harness.streamed_reference import StreamedReference
 
     class Hoarding(StreamedReference):
-        hoard: list[Any] = []  # noqa: RUF012
+        hoard: ClassVar[list[Any]] = []
 
         def _hold(self, k: int, dtype: Any) -> None:
             super()._hold(k, dtype)

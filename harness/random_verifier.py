@@ -27,6 +27,18 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 1,
 }
 
+_LATENT: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 16,
+}
+"""What the DeepSeeks share; vLLM's CPU build has no other latent and rotary sizes."""
+
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -138,15 +150,8 @@ def tiny_deepseek_v3(
         # by a fifth of its length.
         "initializer_range": 0.08,
         "num_hidden_layers": num_blocks,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
+        **_LATENT,
         "q_lora_rank": 64,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 32,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 16,
         "num_experts_per_tok": 8,
         "n_group": 4,
         "topk_group": 3,
@@ -170,15 +175,8 @@ def tiny_deepseek_v2(directory: Path, *, seed: int = 0, num_blocks: int = 12) ->
     settings: dict[str, Any] = {
         "initializer_range": 0.08,
         "num_hidden_layers": num_blocks,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
+        **_LATENT,
         "q_lora_rank": None,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 32,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 32,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 16,
         "n_shared_experts": 2,
         "num_experts_per_tok": 12,
         "topk_method": "greedy",
