@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import io
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -153,6 +155,18 @@ def test_the_verdict() -> None:
 
 
 def test_every_code_has_a_title() -> None:
+    """A problem without one would end an audit of hours with a KeyError."""
+    codes = {
+        call.args[0].value
+        for path in Path(judgement.__file__).parent.rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id in ("Problem", "BadFile")
+        and isinstance(call.args[0], ast.Constant)
+    }
+    assert {"nan", "keys", "mask_other"} <= codes
+    assert codes <= set(judgement.TITLES)
     assert not judgement.NOTES & set(judgement.TITLES)
 
 
