@@ -102,6 +102,14 @@ class Extract(_Table):
     """How captures are stored."""
 
     requests_per_shard: Positive = 50
+    staging_mib: Annotated[int, Field(ge=16)] = 512
+    """Memory for rows on their way to the disk. When it is full, the engine waits."""
+    writers: Positive = 4
+    """Threads that hash and write them; a core hashes about 1 GB/s."""
+
+    def facts(self) -> dict[str, object]:
+        """Return what the shards depend on."""
+        return self.model_dump(include={"requests_per_shard"})
 
 
 class Audit(_Table):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from truetap.harness import registry, shard, verifier
+from truetap.harness import registry, verifier
 from truetap.harness.adapter import Session
-from truetap.harness.adapters.vllm_native import VllmNativeSession
 from truetap.harness.auditor_process import Auditor, Checker
-from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, UsageError
-from truetap.harness.model import CaptureRequest, EngineSpec, Environment
+from truetap.harness.errors import CouldNotRun, IntegrityError, UsageError
+from truetap.harness.extraction import Extracting, Pool
+from truetap.harness.model import EngineSpec
 from truetap.harness.progress import Bar, bar
 from truetap.pipeline import forecast, plan, policy, prepare, provenance
 from truetap.pipeline.config import Gate, RunConfig
@@ -24,20 +23,12 @@ from truetap.pipeline.gatekeeper import Gatekeeper
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.run_audit import RunAudit
 from truetap.pipeline.run_folder import RunFolder
+from truetap.pipeline.shard_making import Job, Pace, make_shards
 from truetap.pipeline.store import Store
 from truetap.pipeline.verifiers import facts_of
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One shard to be made."""
-
-    name: str
-    conversations: Sequence[Conversation]
 
 
 def extract(
@@ -56,7 +47,7 @@ def extract(
     ``checker`` captures samples again meanwhile; by default an ``Auditor``.
     """
     facts = facts_of(config, Path(spec.model))
-    folder.claim("capture", facts | config.extract.model_dump())
+    folder.claim("capture", facts | config.extract.facts())
     conversations = prepare.load(folder)
     store = Store(folder.shards)
     store.folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +103,7 @@ class _Extraction:
     facts: Mapping[str, Any]
     allow_uncertified: str | None
 
-    def capture(self, todo: Sequence[_Job], total: int) -> None:
+    def capture(self, todo: Sequence[Job], total: int) -> None:
         """Start the engine, ask the gate, make the shards."""
         console, adapter = self.console, self.config.capture.adapter
         done = total - sum(len(job.conversations) for job in todo)
@@ -120,10 +111,10 @@ class _Extraction:
         console.print("starting vLLM to capture", highlight=False)
         session = _opened(adapter, self.spec, self.folder.logs / "extract")
         with closing(session):
-            if not isinstance(session, VllmNativeSession):
+            if not isinstance(session, Extracting):
                 raise UsageError(
                     f"adapter {adapter!r} cannot write shards",
-                    remedy="use vllm_native for extraction",
+                    remedy="use vllm_native, or vllm_rpc, for extraction",
                 )
             environment = session.environment()
             keeper = Gatekeeper(
@@ -132,117 +123,45 @@ class _Extraction:
             keeper.standing()
             self.audit.settle()  # of what an earlier run left, before anything is added to it
             with bar(console, "captured", total, done=done) as progress:
-                counter = _Counter(progress)
+                pace = _Shown(progress)
                 try:
-                    for job in todo:
-                        promised = {**keeper.standing(), **self.audit.promise}
-                        entry = _make(
-                            self.store, session, job, counter, self.facts, environment, promised
-                        )
-                        if not self.audit.published(entry, last=job is todo[-1]):
+                    made = make_shards(
+                        session, todo, self.store.folder, pace, self._pool, self.facts, environment
+                    )
+                    for count, one in enumerate(made, start=1):
+                        entry = one.entry | keeper.standing() | self.audit.promise
+                        self.store.record(entry, one.partial)
+                        if not self.audit.published(entry, last=count == len(todo)):
                             return  # what comes now is the auditor's: ``settle``
                 finally:
-                    forecast.record_speed(self.folder, self.config, *counter.measured())
+                    forecast.record_speed(self.folder, self.config, pace.tokens, pace.seconds)
+
+    @property
+    def _pool(self) -> Pool:
+        settings = self.config.extract
+        return Pool(settings.staging_mib << 20, settings.writers)
 
 
-class _Counter:
-    """Turns finished requests into progress with tokens/s."""
+class _Shown(Pace):
+    """Turns finished requests into progress with tokens/s and the state of the pool."""
 
     def __init__(self, progress: Bar) -> None:
-        self._bar, self._started, self._tokens = progress, time.monotonic(), 0
+        super().__init__()
+        self._bar = progress
 
-    def count(self, tokens: int) -> None:
-        self._tokens += tokens
-        rate = self._tokens / max(time.monotonic() - self._started, 1e-6)
-        self._bar.advance(note=f"{rate:,.0f} tokens/s")
-
-    def measured(self) -> tuple[int, float]:
-        """Return the tokens captured, and in how many seconds."""
-        return self._tokens, time.monotonic() - self._started
+    def advanced(self) -> None:
+        """Show one more request."""
+        self._bar.advance(note=self.note())
 
 
-def _make(
-    store: Store,
-    session: VllmNativeSession,
-    job: _Job,
-    counter: _Counter,
-    facts: Mapping[str, Any],
-    environment: Environment,
-    promised: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Capture one shard, check its values, publish it; return its line.
-
-    ``promised`` is what the line says of its certificate and its audit.
-    """
-    requests = [CaptureRequest(c.id, c.token_ids) for c in job.conversations]
-    lengths = {request.key: len(request.token_ids) for request in requests}
-    path = store.path(job.name)
-    for key in session.run(path, requests, [c.loss_mask for c in job.conversations]):
-        counter.count(lengths[key])
-    digests = session.flushed(requests)
-    tensors = shard.read(shard.partial_path(path))
-    if wrong := shard.mismatches(tensors, digests):
-        raise IntegrityError(
-            f"{job.name}: {', '.join(wrong)} read back differently from what the worker wrote",
-            remedy="check the disk, then run truetap extract again",
-        )
-    require_sound(job.name, tensors, requests)
-    states = tensors["states"]
-    binding = dict(environment.binding)
-    return store.record(
-        {
-            "shard": job.name,
-            "requests": len(requests),
-            "rows": states.shape[0],
-            "bytes": sum(t.numel() * t.element_size() for t in tensors.values()),
-            "boundaries": facts["boundaries"],
-            "last_boundary_normed": False,
-            "dtype": facts["dtype"],
-            "verifier": {"name": environment.recorded["verifier_name"], **facts["verifier"]},
-            "engine": {k: v for k, v in binding.items() if k not in ("verifier", "boundaries")},
-            **promised,
-            "digests": digests,
-            "ids": [c.id for c in job.conversations],
-        }
-    )
-
-
-def require_sound(
-    name: str, tensors: Mapping[str, torch.Tensor], requests: Sequence[CaptureRequest]
-) -> None:
-    """Raise unless rows, ids and values of a shard are what every shard's must be."""
-    import torch
-
-    expected = [token for request in requests for token in request.token_ids]
-    if tensors["token_ids"].tolist() != expected:
-        raise CheckFailed(f"{name}: token ids differ from those that were sent")
-    states = tensors["states"]
-    if states.shape[0] != len(expected):
-        raise CheckFailed(f"{name}: {states.shape[0]} rows for {len(expected)} tokens")
-    if len(tensors["loss_mask"]) != len(expected):
-        raise CheckFailed(
-            f"{name}: a loss mask of {len(tensors['loss_mask'])} for {len(expected)} tokens"
-        )
-    finite = torch.isfinite(states).flatten(1).all(1)
-    if not bool(finite.all()):
-        row = int((~finite).nonzero()[0])
-        raise CheckFailed(f"{name}: {int((~finite).sum())} rows are not finite, the first is {row}")
-    for slot in range(states.shape[1]):
-        if not bool(states[:, slot].any()):
-            raise CheckFailed(f"{name}: slot {slot} is all zero")
-        for other in range(slot):
-            if torch.equal(states[:, slot], states[:, other]):
-                raise CheckFailed(f"{name}: slots {other} and {slot} are equal")
-
-
-def _jobs(conversations: Sequence[Conversation], size: int) -> list[_Job]:
+def _jobs(conversations: Sequence[Conversation], size: int) -> list[Job]:
     return [
-        _Job(f"shard-{index:05d}.safetensors", conversations[start : start + size])
+        Job(f"shard-{index:05d}.safetensors", conversations[start : start + size])
         for index, start in enumerate(range(0, len(conversations), size))
     ]
 
 
-def _unfinished(store: Store, jobs: Sequence[_Job], console: Console) -> list[_Job]:
+def _unfinished(store: Store, jobs: Sequence[Job], console: Console) -> list[Job]:
     """Return the shards that are missing, corrupt, or hold other conversations."""
     entries, todo = store.entries(), []
     for job in jobs:
@@ -260,7 +179,7 @@ def _unfinished(store: Store, jobs: Sequence[_Job], console: Console) -> list[_J
 
 
 def _without_certificate(
-    gate: Gate, store: Store, jobs: Sequence[_Job], console: Console, *, allowed: bool
+    gate: Gate, store: Store, jobs: Sequence[Job], console: Console, *, allowed: bool
 ) -> set[str]:
     """Return the shards whose chain is broken, and those made uncertified unless that is allowed.
 
@@ -281,13 +200,13 @@ def _without_certificate(
     return {name for names in reasons.values() for name in names}
 
 
-def _require_space(store: Store, todo: Sequence[_Job], spec: EngineSpec) -> None:
+def _require_space(store: Store, todo: Sequence[Job], spec: EngineSpec) -> None:
     """Refuse before the first prompt if the shards cannot fit on the disk."""
     need = plan.capture_bytes(*_sizes(todo, spec))
     plan.require_space(need, shutil.disk_usage(store.folder).free, store.folder)
 
 
-def _sizes(todo: Sequence[_Job], spec: EngineSpec) -> tuple[int, int, int, str]:
+def _sizes(todo: Sequence[Job], spec: EngineSpec) -> tuple[int, int, int, str]:
     """Return tokens, states, width and dtype of what is to be captured."""
     tokens = sum(len(c.token_ids) for job in todo for c in job.conversations)
     width = verifier.describe(Path(spec.model)).hidden_size

@@ -47,8 +47,8 @@ class Forecast:
     hidden_size: int
     dtype: str
     bytes: int
-    largest_shard_bytes: int
-    """What the worker holds in memory before it writes, if the longest ones come together."""
+    staging_bytes: int
+    """The most that the worker holds of them in memory."""
     folder: str
     free_bytes: int
     tokens_per_second: float | None
@@ -89,8 +89,8 @@ class Forecast:
             self.tokens, self.states, self.hidden_size, self.dtype
         )
         yield (
-            f"memory         at most {self.largest_shard_bytes / 1e9:,.2f} GB in the worker, until "
-            "a shard is written"
+            f"memory         {self.staging_bytes / 1e9:,.2f} GB at most in the worker that writes, "
+            "however many they are"
         )
         verdict = "enough" if self.fits else "NOT ENOUGH"
         yield f"disk           {self.free_bytes / 1e9:,.1f} GB free in {self.folder}: {verdict}"
@@ -113,7 +113,7 @@ def foresee(config: RunConfig, folder: RunFolder, spec: EngineSpec) -> Forecast:
         states=len(spec.boundaries),
         width=width,
         dtype=spec.dtype,
-        per_shard=config.extract.requests_per_shard,
+        staging_bytes=config.extract.staging_mib << 20,
         disk=folder.shards,
         speed=_speed(folder, config),
     )
@@ -126,14 +126,13 @@ def forecast_of(
     states: int,
     width: int,
     dtype: str,
-    per_shard: int,
+    staging_bytes: int,
     disk: Path,
     speed: tuple[int, float] | None = None,
 ) -> Forecast:
     """Do the arithmetic. ``speed`` is tokens and seconds of an earlier extraction."""
     every = {**lengths.answered, **lengths.unanswered}
     left = [tokens for name, tokens in every.items() if name not in done]
-    longest = sum(sorted(left, reverse=True)[:per_shard])
     tokens, seconds = speed or (0, 0.0)
     return Forecast(
         conversations=len(every),
@@ -144,7 +143,7 @@ def forecast_of(
         hidden_size=width,
         dtype=dtype,
         bytes=plan.capture_bytes(sum(left), states, width, dtype),
-        largest_shard_bytes=plan.capture_bytes(longest, states, width, dtype),
+        staging_bytes=staging_bytes,
         folder=str(disk),
         free_bytes=_free(disk),
         tokens_per_second=tokens / seconds if tokens and seconds else None,

@@ -78,9 +78,9 @@ class Store:
             raise IntegrityError(f"{self.manifest} names a shard {name!r}: {wrong}", remedy=REDO)
         return self.folder / name
 
-    def record(self, entry: dict[str, Any]) -> dict[str, Any]:
+    def record(self, entry: dict[str, Any], partial: Path | None = None) -> dict[str, Any]:
         """Publish a shard's partial file, then add its line to the manifest; return the line."""
-        shard.publish(self.path(entry["shard"]))
+        shard.publish(self.path(entry["shard"]), partial)
         self.append(entry)
         return entry
 

@@ -7,25 +7,24 @@ the prompt rows of requests that are to be captured, nothing else.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
-from truetap.harness.adapters import rpc_schedule, vllm_worker
+from truetap.harness.adapters import rpc_schedule
 from truetap.harness.adapters.rpc_schedule import Span
-from truetap.harness.collect_worker import CollectWorker
+from truetap.harness.adapters.vllm_worker import StagingWorker
+
+if TYPE_CHECKING:
+    from truetap.harness.staging import Rows, Staging
 
 
-class RpcWorker(CollectWorker):
+class RpcWorker(StagingWorker):
     """Worker methods of the adapter, called by ``truetap.harness.collect``."""
 
-    model_runner: Any
+    hashes_everywhere = True
     _truetap_recorder: Recorder
 
     def truetap_watch(self, boundaries: list[int]) -> int:
@@ -49,82 +48,47 @@ class RpcWorker(CollectWorker):
         self._truetap_recorder.attach(blocks, boundaries)
         return version
 
-    def truetap_take(self, keys: list[str]) -> dict[str, Any]:
-        """Hand out the rows of ``keys``, in that order, and forget all that was recorded.
-
-        ``rows``: rows of each key that have a state at every boundary, and ``tokens``: how many
-        its prompt has, 0 for a key that never came by. ``digests``: SHA-256 of each key's token ids
-        and states. ``others``: requests recorded but not asked for. ``recomputed``: rows that were
-        computed a second time, in which case the later one counts. Rank 0 adds ``token_ids`` and
-        ``states`` ``[tokens, boundaries, hidden]``, zero where there was no row.
-        """
-        taken, others = self._truetap_recorder.take(keys)
-        reply: dict[str, Any] = {
-            "rows": [one.rows() if one else 0 for one in taken],
-            "tokens": [len(one.token_ids) if one else 0 for one in taken],
-            "digests": [one.digest() if one else "" for one in taken],
-            "others": others,
-            "recomputed": sum(one.recomputed for one in taken if one),
-        }
-        if self.rank == 0:
-            reply["token_ids"] = [one.token_ids.tolist() if one else [] for one in taken]
-            reply["states"] = [one.states if one else None for one in taken]
-        return reply
-
-    def truetap_facts(self) -> dict[str, Any]:
-        """Return facts about this worker that can change what is captured."""
-        return vllm_worker.facts(self)
+    def truetap_tap(self, staging: Staging) -> None:
+        """Give the hooks' rows to ``staging``."""
+        self._truetap_recorder.sink = staging
 
 
-@dataclass
-class Recorded:
-    """One prompt's rows, at their positions in the prompt."""
+class Sink(Protocol):
+    """What takes the rows of a pass: a ``Staging``."""
 
-    states: Any
-    """``[tokens, boundaries, hidden]`` on the CPU, in the engine's dtype."""
-    token_ids: np.ndarray[Any, np.dtype[np.int64]]
-    """What the model was given at each position; -1 where no row came by."""
-    there: np.ndarray[Any, np.dtype[np.bool_]]
-    """``[tokens, boundaries]``: whether there is a state."""
-    recomputed: int = 0
+    def put(self, key: str, position: int, token_ids: Sequence[int], rows: Rows) -> None:
+        """Take the rows of a request from ``position`` on, one per token id."""
 
-    def rows(self) -> int:
-        """Return how many rows are complete."""
-        return int(self.there.all(axis=1).sum())
-
-    def digest(self) -> str:
-        """Return the SHA-256 of the token ids and of the states' raw bytes, hex."""
-        import torch
-
-        digest = hashlib.sha256(self.token_ids.tobytes())
-        digest.update(memoryview(self.states.flatten().view(torch.uint8).numpy()))
-        return digest.hexdigest()
+    def stop(self, error: Exception) -> None:
+        """Hear that there will be no more rows."""
 
 
 @dataclass
 class Recorder:
-    """Records the residual stream at some boundaries, row by row, by request.
+    """Gathers the residual stream at some boundaries, pass by pass, and hands it over by request.
 
-    ``spans`` says whose rows the present pass computes. Memory: one copy, in the host's memory, of
-    every row recorded since the last ``take``, so it is bounded by the prompts sent in between.
+    ``spans`` says whose rows the present pass computes. Memory: the rows of one pass at every
+    boundary, on the engine's device.
     """
 
     spans: Callable[[], list[Span]]
-    failure: str = ""
-    """Why recording stopped. An exception in a hook would end the engine instead, and reach the
-    caller as a dead engine core."""
-    _requests: dict[str, Recorded] = field(default_factory=dict)
+    sink: Sink | None = None
+    """What takes the rows; until there is one, they are nobody's."""
+    _stopped: bool = False
     _step: list[Span] = field(default_factory=list)
+    _rows: Any = None
+    """``[rows, boundaries, hidden]`` of the present pass."""
+    _missing: set[int] = field(default_factory=set)
+    """Slots of it that are not filled yet."""
 
     def attach(self, blocks: Sequence[Any], boundaries: Sequence[int]) -> None:
         """Put hooks on the blocks: boundary k is what block k - 1 leaves, 0 what block 0 gets."""
-        count = len(boundaries)
         parameters = inspect.signature(blocks[0].forward)
 
         def enter(_block: Any, args: Any, kwargs: Any) -> None:
             given = parameters.bind(*args, **kwargs).arguments
             stream = _stream((given["hidden_states"], given.get("residual")))
-            self._begin(count, stream)
+            self._begin(len(boundaries), stream)
             for slot, boundary in enumerate(boundaries):
                 if boundary == 0:
                     self._store(slot, stream)
@@ -138,56 +102,56 @@ class Recorder:
             if boundary > 0:
                 blocks[boundary - 1].register_forward_hook(self._kept_safe(partial(leave, slot)))
 
-    def take(self, keys: Sequence[str]) -> tuple[list[Recorded | None], int]:
-        """Return what was recorded for each key, and for how many others; forget all of it."""
-        if self.failure:
-            raise RuntimeError(f"recording stopped: {self.failure}")
-        requests, self._requests = self._requests, {}
-        return [requests.pop(key, None) for key in keys], len(requests)
-
     def _begin(self, slots: int, stream: Any) -> None:
-        """Note whose rows this pass computes, and make room for those seen for the first time."""
+        """Note whose rows this pass computes, and make room for them."""
         import torch
 
         self._step = self.spans()
-        for span in self._step:
-            if span.key not in self._requests:
-                shape = (span.prompt_length, slots)
-                self._requests[span.key] = Recorded(
-                    states=torch.zeros((*shape, stream.shape[-1]), dtype=stream.dtype),
-                    token_ids=np.full(span.prompt_length, -1, dtype=np.int64),
-                    there=np.zeros(shape, dtype=np.bool_),
-                )
-            request, places = self._requests[span.key], _places(span)
-            request.recomputed += int(request.there[places].any(axis=1).sum())
-            request.token_ids[places] = span.token_ids
+        self._missing = set(range(slots))
+        rows = max((span.row + len(span.token_ids) for span in self._step), default=0)
+        self._rows = torch.empty(
+            (rows, slots, stream.shape[-1]), dtype=stream.dtype, device=stream.device
+        )
 
     def _store(self, slot: int, stream: Any) -> None:
-        """Copy the step's rows of one boundary: the engine reuses the memory they are in."""
-        rows = stream.reshape(-1, stream.shape[-1])
-        for span in self._step:
-            request, places = self._requests[span.key], _places(span)
-            theirs = rows[span.row : span.row + len(span.token_ids)]
-            if theirs.shape != request.states[places, slot].shape:
-                raise RuntimeError(
-                    f"a block leaves {tuple(rows.shape)} where rows up to "
-                    f"{span.row + len(span.token_ids)} are scheduled: each rank has a part only"
-                )
-            if theirs.dtype != request.states.dtype:
-                raise RuntimeError(f"blocks leave {request.states.dtype} and {theirs.dtype}")
-            request.states[places, slot] = theirs.to("cpu")
-            request.there[places, slot] = True
+        """Copy the pass's rows of one boundary: the engine reuses the memory they are in.
+
+        With the last boundary the rows are complete, and handed over.
+        """
+        count = len(self._rows)
+        rows = stream.reshape(-1, stream.shape[-1])[:count]
+        if rows.shape != self._rows[:, slot].shape:
+            raise RuntimeError(
+                f"a block leaves {tuple(rows.shape)} where rows up to {count} are scheduled: each "
+                "rank has a part only"
+            )
+        if rows.dtype != self._rows.dtype:
+            raise RuntimeError(f"blocks leave {rows.dtype} and {self._rows.dtype}")
+        self._rows[:, slot] = rows
+        self._missing.discard(slot)
+        if not self._missing and self.sink:
+            for span in self._step:
+                theirs = self._rows[span.row : span.row + len(span.token_ids)]
+                self.sink.put(span.key, span.position, span.token_ids, partial(_part, theirs))
 
     def _kept_safe(self, hook: Callable[..., None]) -> Callable[..., None]:
+        """Have an exception stop the recording: in a hook it would end the engine instead."""
+
         def safe(*arguments: Any) -> None:
-            if self.failure:
+            if self._stopped:
                 return
             try:
                 hook(*arguments)
             except Exception as error:
-                self.failure = traceback.format_exception_only(error)[-1].strip()
+                self._stopped = True
+                if self.sink:
+                    self.sink.stop(error)
 
         return safe
+
+
+def _part(rows: Any, start: int, end: int) -> Any:
+    return rows[start:end]
 
 
 def find_blocks(model: Any, num_blocks: int) -> Sequence[Any]:
@@ -228,7 +192,3 @@ def _stream(output: Any) -> Any:
     if len(rest) > 1 or getattr(rest[0], "shape", None) != hidden.shape:
         raise RuntimeError(f"a block leaves {len(output)} values that are not hidden and residual")
     return hidden + rest[0]
-
-
-def _places(span: Span) -> slice:
-    return slice(span.position, span.position + len(span.token_ids))

@@ -1,20 +1,19 @@
 """The KV connector that copies hidden states out of vLLM, inside the engine's own processes.
 
 vLLM's ``extract_hidden_states`` keeps the requested boundaries of every token in a cache layer of
-its own, compiled and graph-captured like any other. This connector watches the schedule and copies
-a request's rows in the very step that completes its prompt, so that nothing waits for a later step
-and nothing is left behind when the last request of a run ends.
+its own, compiled and graph-captured like any other. This connector watches the schedule and hands
+a request's rows to the worker's ``Staging`` in the very step that completes its prompt, so that
+nothing waits for a later step and nothing is left behind when the last request of a run ends.
 
 The class has two lives. In the scheduler's process it tracks which cache blocks each request owns;
-in each worker's process it copies. vLLM ships the list of copies from one to the other with every
-step (``CopyOrders``). Rows stay in the worker's memory until ``take()``; the caller bounds them by
-how many requests it submits between two takes.
+in each worker's process it hands over. vLLM ships the list of copies from one to the other with
+every step (``CopyOrders``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     SupportsHMA,
 )
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+from truetap.harness.staging import Staging
 
 KEY_FIELD = "truetap_key"
 """Name under which a request carries its key, in ``extra_args["kv_transfer_params"]``."""
@@ -57,14 +57,6 @@ class _Tracked:
     ordered: bool = False
 
 
-@dataclass(frozen=True)
-class Taken:
-    """Rows of one request in a worker: ``states`` is None on ranks that do not copy."""
-
-    token_ids: list[int]
-    states: torch.Tensor | None
-
-
 class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
     """Delivers the hidden states of every prompt before ``generate()`` returns."""
 
@@ -74,8 +66,8 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         self._block_size = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
         self._tracked: dict[str, _Tracked] = {}
         self._cache: torch.Tensor | None = None
-        self._copies = True
-        self._taken: dict[str, Taken] = {}
+        self.staging: Staging | None = None
+        """What takes the rows; until the worker has one, rows are nobody's."""
 
     # The scheduler's half
 
@@ -136,8 +128,6 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         )
         (name,) = names
         self._cache = _as_blocks_of_rows(kv_caches[name], self._block_size)
-        # Every tensor-parallel rank holds the full residual stream; one copy is enough.
-        self._copies = get_tensor_model_parallel_rank() == 0
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing to load."""
@@ -151,30 +141,29 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to do per layer: the whole stack is copied once, after the step."""
 
     def wait_for_save(self) -> None:
-        """Copy what this step completed: the last hook of a step, after the cache was written."""
+        """Hand over what this step completed: the last hook of a step, after the cache's writes."""
         if not self.has_connector_metadata():
             return
         meta = self._get_connector_metadata()
         assert isinstance(meta, CopyOrders)
+        if self.staging is None:
+            return
         for order in meta.orders:
-            states = self._copy(order) if self._copies else None
-            self._taken[order.key] = Taken(order.token_ids, states)
+            self.staging.put(order.key, 0, order.token_ids, partial(self._rows, order.block_ids))
 
-    def _copy(self, order: CopyOrder) -> torch.Tensor:
-        """Return ``[tokens, boundaries, hidden]`` on the CPU, never a view of the cache."""
-        assert self._cache is not None
-        blocks = torch.tensor(order.block_ids, device=self._cache.device)
-        rows = self._cache[blocks].flatten(0, 1)[: len(order.token_ids)]
-        return rows.to("cpu", copy=True)
+    def _rows(self, block_ids: list[int], start: int, end: int) -> torch.Tensor:
+        """Return rows of a request, ``[end - start, boundaries, hidden]``, never a view.
 
-    def take(self, keys: Iterable[str]) -> tuple[dict[str, Taken], int]:
-        """Return what was captured for ``keys`` since the last take, and for how many others.
-
-        All of it is forgotten here, whether asked for or not.
+        On a GPU the copy is queued behind this step and before the next one, which may give the
+        blocks to another request.
         """
-        everything, self._taken = self._taken, {}
-        taken = {key: everything.pop(key) for key in keys if key in everything}
-        return taken, len(everything)
+        assert self._cache is not None
+        first = start // self._block_size
+        last = -(-end // self._block_size)
+        blocks = torch.tensor(block_ids[first:last], device=self._cache.device)
+        skipped = start - first * self._block_size
+        rows = self._cache.index_select(0, blocks).flatten(0, 1)
+        return rows[skipped : skipped + end - start]
 
 
 def _key_of(new_request: Any) -> str | None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from truetap.harness import deadline, envelope, environment, verifier
-from truetap.harness.adapters.vllm_worker import CaptureWorker
+from truetap.harness.adapters.vllm_worker import FactsWorker
 from truetap.harness.boundaries import check
+from truetap.harness.collect import collect
 from truetap.harness.engine import (
     Finished,
     Prompt,
@@ -29,8 +30,8 @@ from truetap.harness.model import Capture, CaptureBatch, CaptureRequest, EngineS
 PATIENCE_S = 5.0
 """How long one call waits for files. They are there within milliseconds of ``generate``, or never:
 ``load_hidden_states`` itself would wait for ever for a lock that nobody lifts."""
-_WORKER = f"{CaptureWorker.__module__}.{CaptureWorker.__qualname__}"
-_SOURCES = (__name__, CaptureWorker.__module__)
+_WORKER = f"{FactsWorker.__module__}.{FactsWorker.__qualname__}"
+_SOURCES = (__name__, FactsWorker.__module__)
 
 
 class VllmExampleAdapter:
@@ -119,15 +120,9 @@ class VllmExampleSession:
 
     def environment(self) -> Environment:
         """Return facts read from every worker; they must agree."""
-        nonce = envelope.new_nonce()
-        payloads = envelope.unseal(
-            self._engine.rpc("truetap_facts", nonce),
-            nonce=nonce,
-            world_size=self._spec.tensor_parallel_size,
-            method="truetap_facts",
-        )
+        by_rank = collect(self._engine.llm, "truetap_facts", deadline=self._spec.call_deadline_s)
         return environment.assemble(
-            environment.agreed(payloads),
+            environment.agreed(list(by_rank.values())),
             boundaries=self.boundaries,
             adapter=VllmExampleAdapter.name,
             adapter_digest=environment.source_digest(_SOURCES),

@@ -1,74 +1,83 @@
-"""What runs inside each vLLM worker, called by name over ``collective_rpc``.
+"""What runs inside each vLLM worker, called by name through ``truetap.harness.collect``.
 
-vLLM adds this class to its worker's bases (``worker_extension_cls``); ``self`` is the worker. Only
-control data travels in the replies, as envelopes; hidden states go to a file.
+vLLM adds these classes to its worker's bases (``worker_extension_cls``); ``self`` is the worker.
+Only control data travels in the replies; hidden states go to files.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
-from truetap.harness import envelope, shard, worker_log
+from truetap.harness import worker_log
+from truetap.harness.collect_worker import CollectWorker
+from truetap.harness.staging import Staging
 
 
-class CaptureWorker:
-    """Worker methods of truetap; every name starts with ``truetap_`` to stay clear of vLLM's."""
+class FactsWorker(CollectWorker):
+    """Tells what can change a capture. Names start with ``truetap_``, to stay clear of vLLM's."""
 
-    rank: int
-    vllm_config: Any
     model_runner: Any
 
-    def truetap_facts(self, nonce: str) -> dict[str, Any]:
-        """Reply with facts about this worker that can change what is captured."""
-        return self._sealed(nonce, lambda: facts(self))
-
-    def truetap_flush(
-        self, nonce: str, path: str, keys: list[str], loss_masks: list[bytes]
-    ) -> dict[str, Any]:
-        """Write the captures of ``keys``, in that order, to ``path``'s partial file.
-
-        The first tensor-parallel rank writes. Every rank replies with the rows that it saw and a
-        digest of their token ids; a key with no rows is named in ``missing`` and nothing is
-        written. ``others`` counts requests that were captured and not asked for.
-        """
-        reply = self._sealed(nonce, lambda: _flush(Path(path), keys, loss_masks))
-        rows = reply.get("payload", {}).get("rows")
-        worker_log.say(f"rank {self.rank} flushes {len(keys)} requests, {rows} rows, call {nonce}")
-        return reply
-
-    def _sealed(self, nonce: str, work: Any) -> dict[str, Any]:
-        world_size = self.vllm_config.parallel_config.world_size
-        return envelope.seal(nonce, self.rank, world_size, work)
+    def truetap_facts(self) -> dict[str, Any]:
+        """Return facts about this worker that can change what is captured."""
+        return facts(self)
 
 
-def _flush(path: Path, keys: list[str], loss_masks: list[bytes]) -> dict[str, Any]:
-    taken, others = _connector().take(keys)
-    seen = hashlib.sha256()
-    for key, one in taken.items():
-        seen.update(json.dumps([key, one.token_ids]).encode())
-    reply: dict[str, Any] = {
-        "missing": [key for key in keys if key not in taken],
-        "rows": sum(len(one.token_ids) for one in taken.values()),
-        "seen": seen.hexdigest(),
-        "others": others,
-        "digests": {},
-    }
-    states = [one.states for one in taken.values()]
-    if states and not reply["missing"] and all(one is not None for one in states):
-        reply["digests"] = shard.write_partial(
-            path, states, [one.token_ids for one in taken.values()], loss_masks
+class StagingWorker(FactsWorker):
+    """A worker whose rows go to shards. What sees the rows is ``truetap_tap``'s."""
+
+    hashes_everywhere: ClassVar[bool] = False
+    """Whether ranks that do not write hash their rows, to be compared with the first's."""
+    _truetap_staging: Staging
+
+    def truetap_tap(self, staging: Staging) -> None:
+        """Have ``staging`` be given the rows from now on."""
+        raise NotImplementedError
+
+    def truetap_stage(self, shape: list[int], dtype: str, pool_bytes: int, threads: int) -> None:
+        """Make the pool for rows of this shape and dtype. The first rank is the one that writes."""
+        import torch
+
+        boundaries, hidden = shape
+        self._truetap_staging = Staging(
+            shape=(boundaries, hidden),
+            dtype=getattr(torch, dtype),
+            pool_bytes=pool_bytes,
+            threads=threads,
+            pinned=self.vllm_config.device_config.device_type == "cuda",
+            writes=self.rank == 0,
+            hashes=self.hashes_everywhere,
         )
-    return reply
+        self.truetap_tap(self._truetap_staging)
+
+    def truetap_shards(
+        self, announced: Sequence[Sequence[Any]], due: Sequence[str], wait_s: float
+    ) -> dict[str, Any]:
+        """Expect the announced shards; tell what has come of those that are due.
+
+        See ``Staging.expect`` for what is announced, and ``Staging.report`` for the reply.
+        """
+        if not hasattr(self, "_truetap_staging"):  # nothing was ever ordered
+            return {"written": {}, "missing": {}, "others": 0, "failed": None, "status": {}}
+        for shard in announced:
+            self._truetap_staging.expect(*shard)
+        report = self._truetap_staging.report(due, wait_s)
+        for name, seen in report["written"].items():
+            rows = sum(request["rows"] for request in seen)
+            worker_log.say(f"rank {self.rank}: {len(seen)} requests, {rows} rows in {name}")
+        return report
 
 
-def _connector() -> Any:
-    """Return this worker's connector; the one place that reaches for vLLM's transfer group."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+class CaptureWorker(StagingWorker):
+    """The worker of ``vllm_native``: its rows come from the KV connector."""
 
-    return get_kv_transfer_group()
+    def truetap_tap(self, staging: Staging) -> None:
+        """Give ``staging`` to this worker's connector; the one place that reaches for it."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector: Any = get_kv_transfer_group()
+        connector.staging = staging
 
 
 def facts(worker: Any) -> dict[str, Any]:

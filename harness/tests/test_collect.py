@@ -500,7 +500,7 @@ def test_workers_without_the_method_are_refused_before_they_are_asked(
 ) -> None:
     for config in (
         {"worker_cls": "vllm.v1.worker.gpu_worker.Worker"},
-        {"worker_extension_cls": "truetap.harness.adapters.vllm_worker.CaptureWorker"},
+        {"worker_extension_cls": "truetap.harness.adapters.legacy_worker.LegacyWorker"},
     ):
         engine = fakes.Executor(2, **config)
         with pytest.raises(

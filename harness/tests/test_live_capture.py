@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -15,11 +14,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import psutil
 import pytest
 
-from truetap.harness import boundaries, envelope
+from truetap.harness import boundaries
 from truetap.harness.errors import CouldNotRun, UsageError
+from truetap.harness.extraction import Pool, Progress, ShardOrder
 from truetap.harness.model import CaptureRequest, EngineSpec
 
 if TYPE_CHECKING:
@@ -110,18 +111,47 @@ def test_a_prompt_past_the_limit_is_refused_and_the_session_lives(
     assert batch.captures[0].states.shape[0] == 510
 
 
-def test_nothing_is_captured_before_the_first_request_nor_kept(
+def test_a_request_that_never_came_by_is_missed_and_leaves_no_file(
     session: VllmNativeSession, tmp_path: Path
 ) -> None:
-    """A flush for a key that no request had reports it missing and writes nothing."""
-    engine = session._engine
-    path = tmp_path / "none.safetensors"
-    nonce = envelope.new_nonce()
-    reply = engine.rpc("truetap_flush", nonce, str(path), ["never"], [b""])
-    (payload,) = envelope.unseal(reply, nonce=nonce, world_size=1, method="truetap_flush")
-    assert payload.pop("seen") == hashlib.sha256().hexdigest()
-    assert payload == {"missing": ["never"], "rows": 0, "others": 0, "digests": {}}
+    session.capture([CaptureRequest("before", (3, 4))])
+    partial = str(tmp_path / "none.partial")
+    announced = [[partial, ["never"], [2], [b"\0\0"]]]
+    report = session._collect("truetap_shards", announced, [partial], 0.0)[0]
+    assert report["missing"] == {"never": 0}
+    assert report["written"] == {}
     assert list(tmp_path.iterdir()) == []
+    again = session._collect("truetap_shards", [], [partial], 0.0)[0]
+    assert (again["missing"], again["failed"], again["others"]) == ({}, None, 0)
+
+
+def test_shards_come_out_whole_while_others_are_made(
+    session: VllmNativeSession, tmp_path: Path
+) -> None:
+    """Several orders under way at once, each with the rows of a capture of its own."""
+    prompts = [tuple(range(3 + n, 3 + n + 40 + 13 * n)) for n in range(12)]
+    alone = {ids: session.capture([CaptureRequest("one", ids)]).captures[0] for ids in prompts}
+
+    def orders() -> Iterator[ShardOrder]:
+        for number in range(0, 12, 3):
+            requests = [
+                CaptureRequest(f"{number}-{n}", ids)
+                for n, ids in enumerate(prompts[number : number + 3])
+            ]
+            masks = [bytes([n % 2 for n in range(len(r.token_ids))]) for r in requests]
+            yield ShardOrder(tmp_path / f"{number}.safetensors", requests, masks)
+
+    made = list(session.extract(orders(), Progress(), Pool(32 << 20, 2)))
+    assert sorted(one.order.path.name for one in made) == sorted(
+        f"{number}.safetensors" for number in range(0, 12, 3)
+    )
+    for one in made:
+        tensors = one.read_back()
+        bounds = tensors["offsets"].tolist()
+        for request, start, end in zip(one.order.requests, bounds, bounds[1:], strict=False):
+            wanted = alone[request.token_ids].states
+            got = tensors["states"][start:end].float().numpy()
+            assert np.allclose(got, wanted, rtol=0.1, atol=0.1)  # batched otherwise, so not equal
 
 
 def test_suite_passes_at_tensor_parallel_two(spec: EngineSpec, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,10 @@ import pytest
 
 from truetap.harness import compare, observation
 from truetap.harness.adapters import vllm_rpc
-from truetap.harness.adapters.rpc_schedule import KEY_PREFIX
 from truetap.harness.adapters.vllm_rpc import VllmRpcAdapter, VllmRpcSession
 from truetap.harness.engine import Prompt
 from truetap.harness.errors import CheckFailed, UsageError
+from truetap.harness.extraction import Pool, Progress, ShardOrder
 from truetap.harness.model import CaptureRequest, EngineSpec
 
 if TYPE_CHECKING:
@@ -49,22 +50,26 @@ def session(spec: EngineSpec, tmp_path_factory: pytest.TempPathFactory) -> Itera
         yield opened
 
 
-def taken(session: VllmRpcSession, prompts: Sequence[Sequence[int]], **sampling: Any) -> Any:
-    """Return what rank 0 recorded of prompts sent with these sampling parameters."""
-    keys = [f"{KEY_PREFIX}c0ffee:{index}" for index in range(len(prompts))]
-    given = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, **sampling}
-    sent = [Prompt(key, ids, given, key) for key, ids in zip(keys, prompts, strict=True)]
-    assert len(list(session._engine.generate(sent))) == len(prompts)
-    return session._collect("truetap_take", keys)[0]
+def taken(session: VllmRpcSession, prompts: Sequence[Sequence[int]], max_tokens: int) -> Any:
+    """Return what was written of prompts that are to be continued by so many tokens."""
+    requests = [
+        CaptureRequest(str(n), tuple(ids), max_tokens=max_tokens) for n, ids in enumerate(prompts)
+    ]
+    path = session._scratch / "taken.safetensors"
+    order = ShardOrder(path, requests, [bytes(len(ids)) for ids in prompts])
+    (written,) = session.extract([order], Progress(), Pool())
+    return written
 
 
 def refuse_wrong_values(found: Any, prompts: Sequence[Any], reference: Reference) -> None:
-    assert found["token_ids"] == [list(ids) for ids in prompts]
-    assert found["rows"] == [len(ids) for ids in prompts]
+    tensors = found.read_back()
+    bounds = tensors["offsets"].tolist()
     by_ids = {ids: reference.states(ids) for ids in set(prompts)}
     references = [by_ids[ids] for ids in prompts]
     for slot, boundary in enumerate(BOUNDARIES):
-        states = [one[:, slot].float().numpy() for one in found["states"]]
+        states = [
+            tensors["states"][start:end, slot].float().numpy() for start, end in pairwise(bounds)
+        ]
         reading = compare.read_slot(boundary, states, references)
         assert reading.right, str(reading)
 
@@ -76,11 +81,11 @@ def prompts_of(spec: EngineSpec) -> list[tuple[int, ...]]:
 
 def test_nothing_is_recorded_before_the_first_request(session: VllmRpcSession) -> None:
     """Of the warm-up, nor of a dummy run, with the last batch in the runner's buffers or none."""
-    for before in ([], [CaptureRequest("a", tuple(range(2, 40)))]):
-        if before:
-            session.capture(before)
-        session._collect("execute_dummy_batch")
-        assert session._collect("truetap_take", [])[0]["others"] == 0
+    session._collect("execute_dummy_batch")
+    session.capture([CaptureRequest("a", tuple(range(2, 40)))])
+    session._collect("execute_dummy_batch")
+    report = session._collect("truetap_shards", [], [], 0.0)[0]
+    assert (report["others"], report["failed"]) == (0, None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -108,7 +113,7 @@ def test_rows_of_generated_tokens_are_left_out(
 ) -> None:
     """Prompts that are prefilled while others decode; more of them than a batch holds."""
     prompts = prompts_of(spec) * 3
-    refuse_wrong_values(taken(session, prompts, max_tokens=9, ignore_eos=True), prompts, reference)
+    refuse_wrong_values(taken(session, prompts, max_tokens=9), prompts, reference)
 
 
 def test_without_a_salt_the_prefix_cache_takes_rows_and_this_is_seen(
@@ -152,6 +157,6 @@ def test_preempted_requests(
     tight = replace(spec, enable_prefix_caching=prefix_caching, max_model_len=400)
     prompts = prompts_of(tight)
     with closing(VllmRpcAdapter().open(tight, scratch=tmp_path)) as session:
-        found = taken(session, prompts, max_tokens=40, ignore_eos=True)
-    assert found["recomputed"] > 0, "nothing was preempted"
+        found = taken(session, prompts, max_tokens=40)
+    assert found.recomputed > 0, "nothing was preempted"
     refuse_wrong_values(found, prompts, reference)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +15,10 @@ import pytest
 
 from truetap.conformance.same import whole
 from truetap.harness import envelope, verifier
-from truetap.harness.adapters import vllm_native
+from truetap.harness.adapters import vllm_native, vllm_session
+from truetap.harness.engine import Finished
 from truetap.harness.errors import CheckFailed, CouldNotRun, UsageError
+from truetap.harness.extraction import Pool, Progress, ShardOrder, Status
 from truetap.harness.model import Capture, CaptureBatch, CaptureRequest, EngineSpec
 from truetap.harness.observation import LENGTHS
 from truetap.harness.scenes import SCENES
@@ -103,35 +108,104 @@ def test_nobody_can_ask_for_pipeline_stages(tmp_path: Path) -> None:
     )
 
 
-def flushed(replies: list[Any], requests: list[CaptureRequest], ranks: int = 1) -> Any:
+def seen_by(rows: int, tokens: Sequence[int]) -> dict[str, Any]:
+    """Return what a rank says of a request of which it saw ``rows`` rows of these tokens."""
+    ids = np.array(tokens, dtype=np.int64).tobytes()
+    pieces = [[0, rows, "digest"]]
+    digest = hashlib.sha256(ids).hexdigest()
+    return {"rows": rows, "token_ids": digest, "pieces": pieces, "recomputed": 0}
+
+
+def extracted(tmp_path: Path, said: Sequence[dict[str, Any]], tokens: int = 7) -> Any:
+    """Return the shard that a session makes of ranks that report ``said``, without an engine."""
     session: Any = object.__new__(vllm_native.VllmNativeSession)
-    session._spec = EngineSpec("", (2,), tensor_parallel_size=ranks)
-    session.last_nonce, session.last_flush = "n", replies
-    return session.flushed(requests)
+    session._spec = EngineSpec("", (2,), tensor_parallel_size=len(said))
+    session.boundaries, session._hidden, session._pool = (2,), 4, None
+    session._longest, session.log = 500, tmp_path / "engine.log"
+    status = vars(Status())
+    nothing = {"written": {}, "missing": {}, "others": 0, "failed": None, "status": status}
+
+    def collect(method: str, *args: Any) -> dict[int, Any]:
+        if method == "truetap_stage":
+            return dict.fromkeys(range(len(said)))
+        due = args[1]
+        return {
+            rank: nothing | ({name: f(due) for name, f in what.items()} if due else {})
+            for rank, what in enumerate(said)
+        }
+
+    session._collect = collect
+    session._engine = SimpleNamespace(
+        generate=lambda prompts, in_flight: [  # noqa: ARG005
+            Finished(p.key, [3], "", "length", None, None, None) for p in prompts
+        ]
+    )
+    requests = [CaptureRequest("a", tuple(range(tokens)))]
+    order = ShardOrder(tmp_path / "s", requests, [bytes(tokens)])
+    (made,) = session.extract([order], Progress(), Pool())
+    return made
 
 
-def reply(rank: int, world: int, rows: int, **changed: Any) -> Any:
-    payload = {"missing": [], "rows": rows, "seen": "same", "others": 0, "digests": {"states": "x"}}
-    return envelope.seal("n", rank, world, lambda: payload | changed)
+def whole_shard(rows: int = 7, tokens: Sequence[int] = range(7)) -> dict[str, Any]:
+    return {"written": lambda due: {due[0]: [seen_by(rows, tokens)]}}
 
 
-def test_replies_of_more_stages_than_were_asked_for_are_refused() -> None:
-    """CASE-15: of an engine that was split over stages all the same, each stage answers."""
-    requests = [CaptureRequest("a", (1, 2, 3))]
-    assert flushed([reply(0, 1, 3)], requests) == {"states": "x"}
-    with pytest.raises(CouldNotRun, match="2 replies came from 1 ranks"):
-        flushed([reply(0, 2, 3), reply(1, 2, 3)], requests)
+def test_ranks_that_saw_the_same_make_a_shard(tmp_path: Path) -> None:
+    made = extracted(tmp_path, [whole_shard()] * 2)
+    assert made.pieces == [[(0, 7, "digest")]]
+    assert made.by_rank[0] == made.by_rank[1]
+    assert made.generated == [(3,)]
 
 
-@pytest.mark.parametrize("rows", [4, 8])
-def test_a_share_of_seven_rows_with_or_without_padding_is_refused(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (whole_shard(tokens=range(1, 8)), "rank 1 computed other tokens for request 'a'"),
+        (whole_shard(rows=8), "ranks 0 and 1 hold other states of request 'a'"),
+        ({"missing": lambda due: {f"{KEY}:0:0": 3}}, "rank 1 captured 3 of 7 rows of request 'a'"),  # noqa: ARG005
+        ({"others": lambda due: 2}, "rank 1 captured rows of 2 requests of other calls"),  # noqa: ARG005
+    ],
+)
+def test_ranks_that_saw_other_things_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: dict[str, Any], said: str
+) -> None:
     """CASE-15: of 7 rows over two ranks a rank has 4, padded; 8 is both without un-padding."""
-    requests = [CaptureRequest("a", tuple(range(7)))]
-    with pytest.raises(CheckFailed, match=f"rank 0 saw {rows} rows where 7 tokens were sent"):
-        flushed([reply(rank, 2, rows) for rank in (0, 1)], requests, ranks=2)
-    with pytest.raises(CheckFailed, match="rank 1 saw 3 rows where 7 tokens were sent"):
-        flushed([reply(0, 2, 7), reply(1, 2, 3)], requests, ranks=2)
-    assert flushed([reply(rank, 2, 7) for rank in (0, 1)], requests, ranks=2)
+    monkeypatch.setattr(envelope, "new_nonce", lambda: "c0ffee")
+    with pytest.raises(CheckFailed, match=said):
+        extracted(tmp_path, [whole_shard(), second])
+
+
+def test_replies_of_more_stages_than_were_asked_for_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CASE-15: of an engine that was split over stages all the same, each stage answers."""
+    session: Any = object.__new__(vllm_native.VllmNativeSession)
+    session._spec, session._calls = EngineSpec("", (2,)), None
+    session._scratch = tmp_path
+    monkeypatch.setattr(vllm_session, "collect", lambda *_, **__: {0: {}, 1: {}})
+    with pytest.raises(CouldNotRun, match="2 ranks answered truetap_facts where 1 were due"):
+        session.environment()
+
+
+@pytest.mark.parametrize(("number", "remedy"), [(28, "free disk space"), (5, "see ")])
+def test_a_worker_that_cannot_write_says_why(tmp_path: Path, number: int, remedy: str) -> None:
+    failed = {"type": "OSError", "message": "so it is", "errno": number}
+    with pytest.raises(CouldNotRun, match="rank 0 could not write: OSError: so it is") as raised:
+        extracted(tmp_path, [{"failed": lambda _due: failed}])
+    assert raised.value.remedy.startswith(remedy)
+    assert "finished shards are kept" in raised.value.remedy
+
+
+def test_a_disk_that_takes_nothing_ends_the_extraction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(0, 10_000, 50))
+    monkeypatch.setattr(vllm_session.time, "monotonic", lambda: next(clock))
+    with pytest.raises(CouldNotRun, match="nothing has reached the disk for 120 s"):
+        extracted(tmp_path, [{"written": lambda _due: {}}])
+
+
+KEY = "truetap:c0ffee"
 
 
 @pytest.mark.parametrize("rows", [4, 7, 8])

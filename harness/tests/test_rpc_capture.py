@@ -21,10 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from truetap.conformance import strategies
+from truetap.conformance.kept_rows import KeptRows, Put
 from truetap.conformance.strategies import Schedule, schedules
 from truetap.harness.adapters import rpc_schedule, rpc_worker
 from truetap.harness.adapters.rpc_schedule import KEY_PREFIX, Span
-from truetap.harness.adapters.rpc_worker import Recorded, Recorder
+from truetap.harness.adapters.rpc_worker import Recorder
 
 pytestmark = pytest.mark.torch
 
@@ -241,26 +242,38 @@ def make_runner(request: pytest.FixtureRequest, context: Any) -> MakeRunner:
 
 def watched(
     runner: Any, spans: Callable[[], list[Span]] | None = None, kind: type[Recorder] = Recorder
-) -> Recorder:
-    recorder = kind(spans or partial(rpc_schedule.spans, runner))
+) -> KeptRows:
+    kept = KeptRows()
+    recorder = kind(spans or partial(rpc_schedule.spans, runner), kept)
     recorder.attach(list(runner.model.layers), BOUNDARIES)
-    return recorder
+    return kept
 
 
-def complaints(recorder: Recorder, requests: list[Request]) -> Iterator[str]:
-    """Yield what is wrong with the recorded rows of all requests."""
-    import torch
-
-    ours = [one for one in requests if one.req_id.startswith(KEY_PREFIX)]
-    taken, others = recorder.take([one.req_id.partition("-")[0] for one in ours])
-    if others:
-        yield f"{others} others"
-    for one, recorded in zip(ours, taken, strict=True):
-        if recorded is None or recorded.rows() != len(one.prompt):
+def complaints(kept: KeptRows, requests: list[Request]) -> Iterator[str]:
+    """Yield what is wrong with the rows of all requests."""
+    ours = {
+        one.req_id.partition("-")[0]: one.prompt
+        for one in requests
+        if one.req_id.startswith(KEY_PREFIX)
+    }
+    if kept.stopped:
+        yield "stopped"
+    if others := kept.puts.keys() - ours.keys():
+        yield f"{len(others)} others"
+    for key, prompt in ours.items():
+        if sorted(kept.rows(key)) != list(range(len(prompt))):
             yield "rows missing"
-        elif recorded.token_ids.tolist() != one.prompt:
+        yield from wrong_rows(kept.puts.get(key, []), prompt)
+
+
+def wrong_rows(puts: list[Put], prompt: list[int]) -> Iterator[str]:
+    """Yield what is wrong with rows that were put, those that came twice included."""
+    right = expected(prompt)
+    for put in puts:
+        places = slice(put.position, put.position + len(put.token_ids))
+        if put.token_ids != prompt[places]:
             yield "other tokens"
-        elif not torch.equal(recorded.states, expected(one.prompt)):
+        elif not put.states.equal(right[places]):
             yield "other states"
 
 
@@ -270,9 +283,9 @@ def complaints(recorder: Recorder, requests: list[Request]) -> Iterator[str]:
 def test_every_row_under_any_schedule(make_runner: MakeRunner, form: str, seed: int) -> None:
     rng = random.Random(seed)
     runner, requests = make_runner(make_model(form)), make_requests(rng)
-    recorder = watched(runner)
+    kept = watched(runner)
     serve(runner, requests, rng)
-    assert list(complaints(recorder, requests)) == []
+    assert list(complaints(kept, requests)) == []
 
 
 def in_order_of_submission(runner: Any, real: list[Span]) -> list[Span]:  # noqa: ARG001
@@ -313,14 +326,14 @@ def test_a_wrong_schedule_is_found_out(context: Any, fault: Any) -> None:
     for seed in range(10):
         rng = random.Random(seed)
         runner, requests = RunnerV1(make_model("stream"), context), make_requests(rng)
-        recorder = watched(runner, lambda r=runner: fault(r, rpc_schedule.spans(r)))  # type: ignore[misc]
+        kept = watched(runner, lambda r=runner: fault(r, rpc_schedule.spans(r)))  # type: ignore[misc]
         serve(runner, requests, rng)
-        found |= set(complaints(recorder, requests))
+        found |= set(complaints(kept, requests))
     assert found
 
 
-def follow(runner: Any, recorder: Recorder, schedule: Schedule) -> None:
-    """Run every step of ``schedule`` on ``runner``, and a dummy run after it; take at the end.
+def follow(runner: Any, kept: KeptRows, schedule: Schedule) -> None:
+    """Run every step of ``schedule`` on ``runner``, and a dummy run after it; look at the end.
 
     AssertionError unless each completed prompt has its own rows, all of them, and of the others
     there are as many as were computed.
@@ -344,19 +357,14 @@ def follow(runner: Any, recorder: Recorder, schedule: Schedule) -> None:
             runner.execute_model(planned, 2)
         runner.dummy_run(5)
     seen = {job: rows for job, rows in seen.items() if rows}
-    taken, others = recorder.take([ids[job].partition("-")[0] for job in seen])
-    assert not others, f"{others} others\n{schedule}"
-    for job, recorded in zip(seen, taken, strict=True):
-        prompt = list(schedule.jobs[job].prompt)
-        rows = sorted(seen[job])
-        assert recorded is not None, f"nothing of job {job}\n{schedule}"
-        assert recorded.rows() == len(rows), f"job {job}: other rows are there\n{schedule}"
-        assert recorded.token_ids[rows].tolist() == [prompt[row] for row in rows], (
-            f"job {job}: other tokens\n{schedule}"
-        )
-        assert recorded.states[rows].equal(expected(prompt)[rows]), (
-            f"job {job}: other states\n{schedule}"
-        )
+    assert not kept.stopped, f"{kept.stopped}\n{schedule}"
+    others = kept.puts.keys() - {ids[job].partition("-")[0] for job in seen}
+    assert not others, f"{len(others)} others\n{schedule}"
+    for job, rows in seen.items():
+        prompt, key = list(schedule.jobs[job].prompt), ids[job].partition("-")[0]
+        assert sorted(kept.rows(key)) == sorted(rows), f"job {job}: other rows\n{schedule}"
+        wrong = list(wrong_rows(kept.puts[key], prompt))
+        assert not wrong, f"job {job}: {wrong[0]}\n{schedule}"
         if job in schedule.completed():
             assert len(rows) == len(prompt), f"job {job}: rows missing\n{schedule}"
 
@@ -390,77 +398,71 @@ def test_a_wrong_schedule_shrinks(context: Any, fault: Any, said: str, steps: in
 
 
 class Aliasing(Recorder):
-    """Keeps views of the engine's memory, and looks at them at the end."""
+    """Looks at the engine's memory when the pass is over, and takes the last block's for all."""
 
     def _store(self, slot: int, stream: Any) -> None:
-        super()._store(slot, stream)
-        for span in self._step:
-            theirs = stream[span.row : span.row + len(span.token_ids)]
-            self.views.append((self._requests[span.key], rpc_worker._places(span), slot, theirs))
+        self.views[slot] = stream[: len(self._rows)]
+        if len(self.views) == len(BOUNDARIES):
+            for one, view in self.views.items():
+                self._rows[:, one] = view
+        super()._store(slot, self.views[slot])
 
-    def take(self, keys: Any) -> Any:
-        for request, places, slot, theirs in self.views:
-            request.states[places, slot] = theirs
-        return super().take(keys)
-
-    views: list[Any] = []  # noqa: RUF012
+    views: dict[int, Any] = {}  # noqa: RUF012
 
 
 def test_the_stand_in_reuses_its_memory(context: Any) -> None:
     """A recorder that does not copy in the hook is found out."""
     rng = random.Random(0)
     runner, requests = RunnerV1(make_model("stream"), context), make_requests(rng)
-    recorder = watched(runner, kind=Aliasing)
+    kept = watched(runner, kind=Aliasing)
     serve(runner, requests, rng)
-    assert "other states" in set(complaints(recorder, requests))
+    assert "other states" in set(complaints(kept, requests))
 
 
 def test_a_dummy_run_after_requests_records_nothing(make_runner: MakeRunner) -> None:
     """V1 leaves the last batch in its buffers, and its finished requests with it."""
     runner = make_runner(make_model("stream"))
-    recorder = watched(runner)
+    kept = watched(runner)
     runner.dummy_run(5)
-    assert recorder.take([]) == ([], 0)
+    assert kept.puts == {}
     runner.execute_model([(Request(f"{KEY_PREFIX}c0ffee:0", [5, 6]), 2)], 0)
-    assert recorder.take([]) == ([], 1)
     runner.dummy_run(5)
-    assert recorder.take([]) == ([], 0)
-
-
-def test_recomputed_rows_replace_and_are_counted(context: Any) -> None:
-    runner = RunnerV1(make_model("stream"), context)
-    recorder = watched(runner)
-    one = Request(f"{KEY_PREFIX}c0ffee:0", [5, 6, 7, 8])
-    for computed, count in ((0, 3), (0, 2), (2, 2)):
-        one.computed = computed
-        runner.execute_model([(one, count)], 0)
-    (taken,), _ = recorder.take([one.req_id])
-    assert taken is not None
-    assert (taken.rows(), taken.recomputed) == (4, 3)
+    assert [len(puts) for puts in kept.puts.values()] == [1]
 
 
 def test_a_row_that_no_pass_computes_is_missing(context: Any) -> None:
     """As with a cached prefix: nothing is shifted into its place."""
     runner = RunnerV1(make_model("stream"), context)
-    recorder = watched(runner)
+    kept = watched(runner)
     one = Request(f"{KEY_PREFIX}c0ffee:0", [5, 6, 7, 8])
     one.computed = 2
     runner.execute_model([(one, 2)], 0)
-    (taken,), _ = recorder.take([one.req_id])
-    assert taken is not None
-    assert taken.rows() == 2
-    assert taken.token_ids.tolist() == [-1, -1, 7, 8]
-    assert not taken.states[:2].any()
+    (put,) = kept.puts[one.req_id]
+    assert (put.position, put.token_ids) == (2, [7, 8])
+
+
+def test_a_pass_that_breaks_off_hands_nothing_over(context: Any) -> None:
+    runner = RunnerV1(make_model("stream"), context)
+    kept = watched(runner)
+    block = runner.model.layers[2]
+    handle = block.register_forward_pre_hook(lambda *_: 1 / 0)
+    one = Request(f"{KEY_PREFIX}c0ffee:0", [5, 6, 7])
+    with pytest.raises(ZeroDivisionError):
+        runner.execute_model([(one, 3)], 0)
+    assert kept.puts == {}
+    handle.remove()
+    runner.execute_model([(one, 3)], 0)
+    assert list(complaints(kept, [one])) == []
 
 
 def test_a_share_of_the_rows_is_refused(context: Any) -> None:
     """Sequence-parallel blocks leave each rank a part of the rows."""
     runner = RunnerV1(make_model("stream"), context)
-    recorder = watched(runner)
+    kept = watched(runner)
     runner.model.layers[2].register_forward_hook(lambda *a: a[2][:2], prepend=True)
     runner.execute_model([(Request(f"{KEY_PREFIX}c0ffee:0", [5, 6, 7]), 3)], 0)
-    with pytest.raises(RuntimeError, match=r"leaves \(2, 4\) where rows up to 3 .* a part only"):
-        recorder.take([])
+    assert re.search(r"leaves \(2, 4\) where rows up to 3 .* a part only", str(kept.stopped))
+    assert kept.puts == {}
 
 
 @pytest.mark.parametrize(
@@ -468,16 +470,17 @@ def test_a_share_of_the_rows_is_refused(context: Any) -> None:
     [
         (lambda x: (x, x, x), "leaves 3 values"),
         (lambda x: (x, x[:1]), "leaves 2 values"),
-        (lambda x: x.double(), "float32 and torch.float64"),
+        (lambda x: x.double(), "float64 and torch.float32"),
     ],
 )
 def test_a_block_of_an_unknown_kind_is_refused(context: Any, output: Any, said: str) -> None:
     runner = RunnerV1(make_model("stream"), context)
-    recorder = watched(runner)
+    kept = watched(runner)
     runner.model.layers[2].register_forward_hook(lambda *a: output(a[2]), prepend=True)
     runner.execute_model([(Request(f"{KEY_PREFIX}c0ffee:0", [5, 6, 7]), 3)], 0)
-    with pytest.raises(RuntimeError, match=said):
-        recorder.take([])
+    assert said in str(kept.stopped)
+    runner.execute_model([(Request(f"{KEY_PREFIX}c0ffee:1", [5, 6, 7]), 3)], 0)
+    assert kept.puts == {}, "it went on after it had stopped"
 
 
 def test_an_unknown_runner_is_refused() -> None:
@@ -489,20 +492,6 @@ def test_a_v2_runner_that_keeps_its_batch_elsewhere_is_refused(context: Any) -> 
     runner = RunnerV2(make_model("stream"), lengths_in_a_buffer=True)
     with pytest.raises(RuntimeError, match="execute_model keeps no input_batch"):
         rpc_schedule.spans(runner)
-
-
-def test_digests_tell_states_and_tokens_apart() -> None:
-    import torch
-
-    def one(value: float = 1.0, token: int = 5) -> Recorded:
-        return Recorded(
-            states=torch.full((1, 1, 2), value, dtype=torch.bfloat16),
-            token_ids=np.array([token]),
-            there=np.ones((1, 1), dtype=np.bool_),
-        )
-
-    assert one().digest() == one().digest()
-    assert len({one().digest(), one(value=2.0).digest(), one(token=6).digest()}) == 3
 
 
 def test_blocks_are_found_in_wrapped_models_only_if_they_are_the_only_ones() -> None:
@@ -555,19 +544,3 @@ def test_a_worker_is_watched_once() -> None:
     assert worker.truetap_watch(list(BOUNDARIES)) == 2
     with pytest.raises(RuntimeError, match="watched already"):
         worker.truetap_watch(list(BOUNDARIES))
-
-
-def test_states_come_from_rank_0_and_digests_from_all() -> None:
-    replies = []
-    for rank in (0, 1):
-        worker = a_worker(rank=rank)
-        worker.truetap_watch(list(BOUNDARIES))
-        one = Request(f"{KEY_PREFIX}c0ffee:0", [5, 6])
-        worker.model_runner.execute_model([(one, 2)], 0)
-        replies.append(worker.truetap_take([one.req_id, "truetap:c0ffee:1"]))
-    first, second = replies
-    assert first["rows"] == first["tokens"] == [2, 0]
-    assert first["token_ids"] == [[5, 6], []]
-    assert first["states"][1] is None
-    assert {**second, "states": first["states"], "token_ids": first["token_ids"]} == first
-    assert not second.keys() & {"states", "token_ids"}

@@ -133,18 +133,19 @@ def fail_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", full)
 
 
-def fail_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail as safetensors does on a disk that is full: an error without errno, half a file."""
-    import safetensors.torch
+def fail_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail as a full disk does: a write that is cut short, then one that is refused."""
+    write, calls = os.pwrite, iter(range(1000))
 
-    def full(_tensors: Any, path: Path) -> None:
-        path.write_bytes(b"half")
-        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+    def full(file: int, data: memoryview, at: int) -> int:
+        if next(calls) < 2:  # the header and half of the loss mask
+            return write(file, data[: len(data) // 2 + 1], at)
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    monkeypatch.setattr(os, "pwrite", full)
 
 
-@pytest.mark.parametrize("failing", [fail_fsync, fail_save])
+@pytest.mark.parametrize("failing", [fail_fsync, fail_write])
 def test_a_full_disk_leaves_nothing_behind_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: Any
 ) -> None:

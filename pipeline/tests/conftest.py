@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,10 @@ import pytest
 from rich.console import Console
 
 from truetap.harness import certificate, report
+from truetap.harness.engine import Finished
+from truetap.harness.errors import CouldNotRun
+from truetap.harness.extraction import Pool, Progress, ShardOrder, Status, WrittenShard
+from truetap.harness.model import Environment
 
 CHATML = (
     "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}"
@@ -56,6 +60,58 @@ def certify() -> Callable[..., str]:
         return digest
 
     return made
+
+
+class WithoutEngine:
+    """A session that gets states from a function and writes them as an engine's worker does."""
+
+    def __init__(self, states_of: Callable[[ShardOrder], Any]) -> None:
+        self._states_of = states_of
+        self.orders = 0
+
+    def extract(
+        self, orders: Iterable[ShardOrder], progress: Progress, pool: Pool
+    ) -> Iterator[WrittenShard]:
+        """Make one shard after the other, through a real ``Staging``."""
+        from truetap.harness.staging import Staging
+
+        staging = None
+        for order in orders:
+            self.orders += 1
+            states = self._states_of(order)
+            if staging is None:
+                staging = Staging(
+                    shape=tuple(states[0].shape[1:]),
+                    dtype=states[0].dtype,
+                    pool_bytes=pool.size_bytes,
+                    threads=pool.threads,
+                )
+            partial = order.path.with_name(f"{order.path.name}.{self.orders}.partial")
+            keys = [f"{self.orders}:{r.key}" for r in order.requests]
+            lengths = [len(r.token_ids) for r in order.requests]
+            staging.expect(str(partial), keys, lengths, list(order.loss_masks))
+            for key, request, rows in zip(keys, order.requests, states, strict=True):
+                staging.put(key, 0, request.token_ids, lambda a, b, rows=rows: rows[a:b])
+                progress.finished(Finished(key, [], "", "length", None, None, None), request)
+            report = staging.report([str(partial)], 60.0)
+            if failed := report["failed"]:
+                raise CouldNotRun(failed["message"], remedy="finished shards are kept")
+            progress.status = Status(**report["status"])
+            (seen,) = report["written"].values()
+            yield WrittenShard(order, partial, [[tuple(p) for p in r["pieces"]] for r in seen])
+
+    def environment(self) -> Environment:
+        """Return the facts of no engine."""
+        return Environment({"verifier": {}, "boundaries": []}, {"verifier_name": "tiny"})
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+@pytest.fixture
+def without_engine() -> type[WithoutEngine]:
+    """The class of sessions that write without an engine; needs torch."""
+    return WithoutEngine
 
 
 @pytest.fixture

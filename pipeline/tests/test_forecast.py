@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from truetap.pipeline.config import RunConfig
 
 CORPUS = {f"c{n}": 1_328 for n in range(68_000)}
-SHAPE: dict[str, Any] = {"states": 4, "width": 4_096, "dtype": "bfloat16", "per_shard": 50}
+SHAPE: dict[str, Any] = {"states": 4, "width": 4_096, "dtype": "bfloat16", "staging_bytes": 50}
 
 
 def disk(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
@@ -41,7 +41,6 @@ def test_a_corpus_of_three_terabytes_is_refused_on_one_and_fits_on_three(
     seen = forecast.forecast_of(Lengths(CORPUS, {}), set(), **SHAPE, disk=tmp_path)
     seen.require_space()
     assert (seen.tokens, seen.bytes, seen.fits) == (90_304_000, need, True)
-    assert seen.largest_shard_bytes == 50 * 1_328 * 4 * 4_096 * 2
     assert "90,304,000 tokens x 4 states x 4096 values x 2 bytes = 2,959.08 GB" in told(seen)
     disk(monkeypatch, need - 1)
     refused = forecast.forecast_of(Lengths(CORPUS, {}), set(), **SHAPE, disk=tmp_path)
@@ -61,12 +60,11 @@ def test_what_is_captured_needs_no_room_and_what_is_unanswered_counts_in_full(
 ) -> None:
     lengths = Lengths({"a": 10, "b": 20}, {"c": 300})
     seen = forecast.forecast_of(
-        lengths, {"a", "of-another-run"}, states=2, width=4, dtype="float32", per_shard=2,
+        lengths, {"a", "of-another-run"}, states=2, width=4, dtype="float32", staging_bytes=2,
         disk=tmp_path / "not" / "yet", speed=(1_000, 4.0),
     )  # fmt: skip
     assert (seen.conversations, seen.answered, seen.captured, seen.tokens) == (3, 2, 1, 320)
     assert seen.bytes == 320 * 2 * 4 * 4
-    assert seen.largest_shard_bytes == 320 * 2 * 4 * 4
     assert seen.seconds == pytest.approx(320 / 250)
     assert "at most 320 tokens" in told(seen)
     assert "250 tokens/s, measured here over 1,000 tokens" in told(seen)

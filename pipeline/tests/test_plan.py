@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import io
-from collections.abc import Callable, Iterator, Sequence
+import os
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from truetap.harness import envelope, registry, shard
+from truetap.harness import registry
 from truetap.harness.errors import CouldNotRun, IntegrityError
-from truetap.harness.model import CaptureRequest, EngineSpec, Environment
+from truetap.harness.extraction import Pool, ShardOrder
+from truetap.harness.model import EngineSpec, Environment
 from truetap.pipeline import extract, plan
 from truetap.pipeline.prepare import Conversation
+from truetap.pipeline.shard_making import Pace, make_shards
 from truetap.pipeline.store import Store
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CONVERSATIONS, TOKENS, WIDTH = 68_000, 1_328, 4_096  # of EAGLE's own training data
 GIB = 2**30
@@ -100,75 +101,49 @@ def test_extraction_says_so(
 # --- a disk that fills up ----------------------------------------------------------------------
 
 
-class Writing:
-    """A capture session without an engine; ``before`` is called before each shard is written."""
-
-    def __init__(self, before: Callable[[], None]) -> None:
-        self._before = before
-
-    def run(
-        self, path: Path, requests: Sequence[CaptureRequest], masks: Sequence[bytes]
-    ) -> Iterator[str]:
-        import torch
-
-        for request in requests:
-            yield request.key
-        self._before()
-        states = [
-            torch.arange(len(r.token_ids) * 6).reshape(-1, 2, 3).float() + 1 for r in requests
-        ]
-        reply = envelope.seal(
-            "n",
-            0,
-            1,
-            lambda: shard.write_partial(path, states, [r.token_ids for r in requests], masks),
-        )
-        (self._digests,) = envelope.unseal([reply], nonce="n", world_size=1, method="flush")
-
-    def flushed(self, _requests: Any) -> dict[str, str]:
-        digests: dict[str, str] = self._digests
-        return digests
-
-
 ENVIRONMENT = Environment({"verifier": {}, "boundaries": []}, {"verifier_name": "tiny"})
 FACTS: dict[str, Any] = {"boundaries": [1, 2], "dtype": "float32", "verifier": {}}
 
 
 @pytest.mark.torch
 def test_a_disk_that_is_full_at_the_fifth_shard_leaves_four(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_engine: Any
 ) -> None:
-    import safetensors.torch
-
     conversations = [Conversation(f"c{n}", "train", (n, n + 1, n + 2), 1) for n in range(12)]
     jobs = extract._jobs(conversations, 2)
-    store, made = Store(tmp_path), []
+    store = Store(tmp_path)
+    write = os.pwrite
 
-    def full(_tensors: Any, path: Path) -> None:
-        path.write_bytes(b"half")
-        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+    def full(file: int, data: Any, at: int) -> int:
+        if "shard-00004" in str(Path(f"/proc/self/fd/{file}").readlink()):
+            if at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return write(file, data[:100], at)
+        return write(file, data, at)
 
-    def before() -> None:
-        if len(made) == 4:
-            monkeypatch.setattr(safetensors.torch, "save_file", full)
+    def states_of(order: ShardOrder) -> Any:
+        import torch
 
-    def run() -> None:
-        counter = SimpleNamespace(count=lambda _: None)
-        for job in extract._unfinished(store, jobs, Console(file=io.StringIO())):
-            extract._make(
-                store, Writing(before), job, counter, FACTS, ENVIRONMENT, {}  # type: ignore[arg-type]
-            )  # fmt: skip
-            made.append(job.name)
+        return [torch.arange(18).reshape(3, 2, 3).float() + 1 for _ in order.requests]
 
-    with pytest.raises(CouldNotRun, match="No space left on device") as failed:
+    def run() -> list[str]:
+        todo = extract._unfinished(store, jobs, Console(file=io.StringIO()))
+        pool, session = Pool(32 << 20, 2), without_engine(states_of)
+        for made in make_shards(session, todo, tmp_path, Pace(), pool, FACTS, ENVIRONMENT):
+            store.record(made.entry, made.partial)
+        return [job.name for job in todo]
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises((CouldNotRun, OSError), match="No space left on device"):
         run()
-    assert "finished shards are kept" in failed.value.remedy
-    assert len(store.samples([c.id for c in conversations[:8]])) == 8
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".jsonl", *[".safetensors"] * 4]
-    with pytest.raises(IntegrityError, match="4 of 12 conversations have no captures"):
-        store.samples([c.id for c in conversations])
     monkeypatch.undo()
-    made.append("not full any more")
-    run()
-    assert made[-2:] == [job.name for job in jobs[4:]]
+    held = list(store.entries())
+    assert held == [job.name for job in jobs[: len(held)]]
+    assert 1 <= len(held) <= 4
+    assert len(store.samples([c.id for c in conversations[: 2 * len(held)]])) == 2 * len(held)
+    with pytest.raises(IntegrityError, match="of 12 conversations have no captures"):
+        store.samples([c.id for c in conversations])
+    store.repair()
+    assert run() == [job.name for job in jobs[len(held) :]]
     assert len(store.samples([c.id for c in conversations])) == 12
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".jsonl", *[".safetensors"] * 6]

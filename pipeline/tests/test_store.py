@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +10,9 @@ import pytest
 
 from truetap.harness import shard
 from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError
+from truetap.harness.extraction import ShardOrder, WrittenShard
 from truetap.harness.model import CaptureRequest, EngineSpec
-from truetap.pipeline import extract
+from truetap.pipeline import extract, shard_making
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.store import REDO, Store
 
@@ -321,72 +323,149 @@ def test_exactly_the_bad_shard_is_redone(
     assert unfinished(store, console) == []
 
 
-def soundness(change: Callable[[dict[str, Any]], None]) -> None:
-    """Check a sound shard of the first two conversations, after a change."""
-    import torch
-
+def two_written(folder: Path) -> WrittenShard:
+    """Return a shard of the first two conversations, in its partial file."""
     two = CONVERSATIONS[:2]
-    tensors = {
-        "states": torch.cat([states_of(c) for c in two]),
-        "token_ids": torch.tensor([t for c in two for t in c.token_ids]),
-        "loss_mask": torch.tensor([bit for c in two for bit in c.loss_mask]),
-    }
-    change(tensors)
-    extract.require_sound("shard-9", tensors, [CaptureRequest(c.id, c.token_ids) for c in two])
+    path = folder / "shard-9"
+    states = [states_of(c) for c in two]
+    shard.write_partial(path, states, [c.token_ids for c in two], [c.loss_mask for c in two])
+    order = ShardOrder(
+        path, [CaptureRequest(c.id, c.token_ids) for c in two], [c.loss_mask for c in two]
+    )
+    cut = [(0, 1), (1, len(two[0].token_ids))]
+    pieces = [[(a, b - a, shard.digest(states[0][a:b])) for a, b in cut]]
+    pieces += [[(0, len(states[1]), shard.digest(states[1]))]]
+    return WrittenShard(order, shard.partial_path(path), pieces)
 
 
-def test_a_sound_shard_passes() -> None:
-    soundness(lambda _: None)
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    tensors = two_written(tmp_path).read_back()
+    bounds = tensors["offsets"].tolist()
+    assert bounds == [0, 5, 7]
+    for c, start, end in zip(CONVERSATIONS, bounds, bounds[1:], strict=False):
+        assert tensors["states"][start:end].equal(states_of(c))
+        assert tensors["token_ids"][start:end].tolist() == list(c.token_ids)
 
 
-def swap_requests(tensors: dict[str, Any]) -> None:
-    tensors["token_ids"] = tensors["token_ids"].roll(2)
+def other_requests(written: WrittenShard) -> WrittenShard:
+    order = written.order
+    return replace(written, order=replace(order, requests=order.requests[::-1]))
 
 
-def set_states(index: Any, value: float) -> Callable[[dict[str, Any]], None]:
-    def change(tensors: dict[str, Any]) -> None:
-        tensors["states"][index] = value
-
-    return change
-
-
-def copy_slot(tensors: dict[str, Any]) -> None:
-    tensors["states"][:, 2] = tensors["states"][:, 0]
-
-
-def keep_expanded_ids(tensors: dict[str, Any]) -> None:
+def expanded_ids(written: WrittenShard) -> WrittenShard:
     """The engine expanded a placeholder, and the client's ids have it once."""
-    for name in ("states", "token_ids"):
-        one = tensors[name]
-        tensors[name] = one[[0, 1, *[2] * 255, *range(2, len(one))]]
+    first, second = written.order.requests
+    once = replace(first, token_ids=first.token_ids[:1])
+    return replace(written, order=replace(written.order, requests=[once, second]))
 
 
-def shorten_mask(tensors: dict[str, Any]) -> None:
-    tensors["loss_mask"] = tensors["loss_mask"][1:]
+def short_mask(written: WrittenShard) -> WrittenShard:
+    first, second = written.order.loss_masks
+    return replace(written, order=replace(written.order, loss_masks=[first[1:], second]))
 
 
-def lose_row(tensors: dict[str, Any]) -> None:
-    tensors["states"] = tensors["states"][:-1]
+def other_mask(written: WrittenShard) -> WrittenShard:
+    first, second = written.order.loss_masks
+    wrong = bytes([1 - first[0]]) + first[1:]
+    return replace(written, order=replace(written.order, loss_masks=[wrong, second]))
+
+
+def without_a_piece(written: WrittenShard) -> WrittenShard:
+    return replace(written, pieces=[written.pieces[0][:1], written.pieces[1]])
+
+
+def piece_of_another_place(written: WrittenShard) -> WrittenShard:
+    (_, rows, digest), *others = written.pieces[0]
+    return replace(written, pieces=[[(1, rows, digest), *others], written.pieces[1]])
+
+
+def other_states(written: WrittenShard) -> WrittenShard:
+    """As a disk would that loses what it acknowledged."""
+    data = bytearray(written.partial.read_bytes())
+    table = int.from_bytes(data[:8], "little") + 8
+    rows = sum(len(r.token_ids) for r in written.order.requests)
+    data[table + 8 * 3 + 8 * rows + 1] ^= 1
+    written.partial.write_bytes(data)
+    return written
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (swap_requests, "token ids differ from those that were sent"),
-        (lose_row, "6 rows for 7 tokens"),
-        (keep_expanded_ids, "token ids differ from those that were sent"),
-        (shorten_mask, "a loss mask of 6 for 7 tokens"),
+        (other_requests, "token ids differ from those that were sent"),
+        (expanded_ids, "token ids differ from those that were sent"),
+        (short_mask, "a loss mask of 6 for 7 tokens"),
+        (other_mask, "offsets or loss mask are not those of the order"),
+        (without_a_piece, "1 rows of request 'a'"),
+        (piece_of_another_place, "rows from 1 on of request 'a' read back differently"),
+        (other_states, "rows from 0 on of request 'a' read back differently"),
+    ],
+)
+def test_what_reads_back_otherwise_is_refused(
+    tmp_path: Path, change: Callable[[WrittenShard], WrittenShard], said: str
+) -> None:
+    with pytest.raises((CheckFailed, IntegrityError), match=f"shard-9: {said}"):
+        change(two_written(tmp_path)).read_back()
+
+
+def soundness(change: Callable[[Any], Any], dtype: str = "float32") -> None:
+    """Check sound states of seven tokens, after a change."""
+    import torch
+
+    states = torch.randn(7, BOUNDARIES, WIDTH, generator=torch.Generator().manual_seed(0))
+    states = states.to(getattr(torch, dtype))
+    change(states)
+    shard_making.require_sound("shard-9", states)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_sound_states_pass(dtype: str) -> None:
+    soundness(lambda _: None, dtype)
+    soundness(set_states((1, 1, 1), -0.0), dtype)
+    soundness(set_states((1, 1, 1), 65504 if dtype == "float16" else 3e38), dtype)
+
+
+def set_states(index: Any, value: float) -> Callable[[Any], None]:
+    def change(states: Any) -> None:
+        states[index] = value
+
+    return change
+
+
+def copy_slot(states: Any) -> None:
+    states[:, 2] = states[:, 0]
+
+
+@pytest.mark.parametrize("rows", [shard_making._ROWS, 3])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
         (set_states((4, 1, 2), float("nan")), "1 rows are not finite, the first is 4"),
         (set_states(([2, 5], 0, 0), float("-inf")), "2 rows are not finite, the first is 2"),
         (set_states((slice(None), 1), 0.0), "slot 1 is all zero"),
         (copy_slot, "slots 0 and 2 are equal"),
     ],
 )
-def test_an_unsound_shard_fails_by_name(
-    change: Callable[[dict[str, Any]], None], said: str
+def test_unsound_states_fail_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Any], None],
+    said: str,
+    dtype: str,
+    rows: int,
 ) -> None:
+    monkeypatch.setattr(shard_making, "_ROWS", rows)
     with pytest.raises(CheckFailed, match=f"shard-9: {said}"):
-        soundness(change)
+        soundness(change, dtype)
+
+
+@pytest.mark.parametrize("rows", [shard_making._ROWS, 3])
+def test_slots_that_are_equal_or_zero_in_part_are_sound(
+    monkeypatch: pytest.MonkeyPatch, rows: int
+) -> None:
+    monkeypatch.setattr(shard_making, "_ROWS", rows)
+    soundness(set_states((slice(0, 6), 1), 0.0))
+    soundness(set_states((slice(1, None), 1), 0.0))
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float32", 4)])

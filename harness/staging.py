@@ -1,0 +1,346 @@
+"""Brings rows from an engine's steps to shard files, on threads, through memory of a fixed size.
+
+An engine's step hands over rows and goes on. They are copied into slots of a pool (on a GPU:
+pinned memory, on a stream of its own), hashed, and written to their place in the shard's file; when
+a shard has all its rows, another thread brings the file to the disk. A step waits only where no
+slot is free: this back-pressure bounds the memory, however slow the disk is.
+
+Nothing is raised into a step, which would kill the engine: a shard's first error is kept, its later
+rows are dropped, and ``report`` tells. Each worker of an engine has one ``Staging``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from queue import LifoQueue, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from truetap.harness.shard import Layout, ShardFile, raw
+
+if TYPE_CHECKING:
+    import torch
+
+SLOT_BYTES = 8 << 20
+"""Size of a slot. Longer requests travel in pieces, so none is too long for the pool."""
+
+Rows = Callable[[int, int], "torch.Tensor"]
+"""Returns rows ``[start, end)`` of what is put, on the engine's device and in its queue's order."""
+
+
+@dataclass
+class _Shard:
+    """A shard that is being made."""
+
+    partial: Path
+    keys: Sequence[str]
+    file: ShardFile | None
+    left: int
+    """Rows that are not written yet, or not counted if this worker writes none."""
+    under_way: int = 0
+    """Pieces in the pool. The file stays open until there are none."""
+    error: Exception | None = None
+    done: bool = False
+    """Complete and, if this worker writes, on the disk."""
+
+
+@dataclass
+class _Request:
+    """A request that is to be captured."""
+
+    shard: _Shard
+    first_row: int
+    token_ids: npt.NDArray[np.int64]
+    """What the engine computed at each position; -1 where no row was put yet."""
+    pieces: list[tuple[int, int, str]] = field(default_factory=list)
+    """Of each piece the position, the rows, and the SHA-256 of the rows in memory."""
+    recomputed: int = 0
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Rows of a request in a slot."""
+
+    request: _Request
+    position: int
+    slot: torch.Tensor
+    states: torch.Tensor
+    """A view of the slot, ``[rows, boundaries, hidden]``."""
+    arrived: Callable[[], None]
+    """Waits for the copy into the slot."""
+
+
+class Staging:
+    """The pool, the threads and the shards of one worker.
+
+    ``shape`` and ``dtype`` are those of a row's states. A worker that does not write
+    (``writes``), a tensor-parallel rank other than the first, notes what it sees; with ``hashes``
+    it hashes the rows as well, so that ranks can be compared. ``pinned``: the engine's is a GPU.
+    """
+
+    def __init__(
+        self,
+        *,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        pool_bytes: int,
+        threads: int,
+        pinned: bool = False,
+        writes: bool = True,
+        hashes: bool = True,
+    ) -> None:
+        import torch
+
+        self._shape, self._dtype = shape, dtype
+        self._writes, self._hashes = writes, writes or hashes
+        self._row_bytes = shape[0] * shape[1] * dtype.itemsize
+        self._slot_bytes = max(SLOT_BYTES, self._row_bytes)
+        self._shards: dict[str, _Shard] = {}
+        self._requests: dict[str, _Request] = {}
+        self._others: set[str] = set()
+        self._news = threading.Condition()  # guards what follows, and every shard's fields
+        self._staged = self._most_staged = self._queued = 0
+        self._waited_s = 0.0
+        self._stopped: Exception | None = None
+        self._free: LifoQueue[torch.Tensor] = LifoQueue()  # last in, first out: few are touched
+        for _ in range(max(2, pool_bytes // self._slot_bytes) if self._hashes else 0):
+            self._free.put(torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=pinned))
+        self._to_disk: SimpleQueue[tuple[_Shard, ShardFile]] = SimpleQueue()
+        self._lanes: list[SimpleQueue[_Piece]] = [SimpleQueue() for _ in range(threads)]
+        self._stream: Any = None
+        if self._hashes:
+            for lane in self._lanes:
+                _thread("truetap-write", self._write_all, lane)
+        if writes:
+            _thread("truetap-sync", self._sync_all)
+
+    def expect(
+        self, partial: str, keys: Sequence[str], lengths: Sequence[int], masks: Sequence[bytes]
+    ) -> None:
+        """Announce a shard before the first of its requests reaches the engine; make its file."""
+        path = Path(partial)
+        layout = Layout(tuple(lengths), *self._shape, self._dtype)
+        file = ShardFile(path, layout, masks) if self._writes else None
+        shard = _Shard(path, tuple(keys), file, layout.rows)
+        self._shards[partial] = shard
+        for key, row, length in zip(keys, accumulate((0, *lengths)), lengths, strict=False):
+            self._requests[key] = _Request(shard, row, np.full(length, -1, dtype=np.int64))
+
+    def put(self, key: str, position: int, token_ids: Sequence[int], rows: Rows) -> None:
+        """Take the rows of a request from ``position`` on, one per token id.
+
+        Rows that are there already, because the engine computed them a second time, are left out.
+        """
+        request = self._requests.get(key)
+        if request is None:
+            self._others.add(key)
+            return
+        ids = np.array(token_ids, dtype=np.int64)
+        places = request.token_ids[position : position + len(ids)]
+        if len(places) < len(ids):
+            error = RuntimeError(f"the engine computed more rows than request {key} has tokens")
+            self._settle(request.shard, error=error)
+            return
+        again = int((places >= 0).sum())  # the first ones: rows are computed in order
+        request.recomputed += again
+        places[again:] = ids[again:]
+        if not self._hashes:
+            self._settle(request.shard, rows=len(ids) - again)
+            return
+        per_slot = self._slot_bytes // self._row_bytes
+        try:
+            for start in range(again, len(ids), per_slot):
+                if request.shard.error:
+                    return
+                piece = rows(start, min(start + per_slot, len(ids)))
+                self._stage(request, position + start, piece)
+        except Exception as error:  # an engine's step must not die of it
+            self._settle(request.shard, error=error)
+
+    def stop(self, error: Exception) -> None:
+        """Hear that no more rows will come, and why."""
+        with self._news:
+            self._stopped = self._stopped or error
+            self._news.notify_all()
+
+    def report(self, due: Collection[str], wait_s: float = 0.0) -> dict[str, Any]:
+        """Tell, in builtins, what has come of the shards since the last report.
+
+        ``due`` are shards all of whose requests the engine has finished: what is not there now
+        never will be. Waits up to ``wait_s`` seconds until there is news of one of them.
+
+        ``written``: for each complete one, by its partial file, what was seen of its requests.
+        ``missing``: how many rows there are of incomplete requests of due shards. ``others``: how
+        many requests were captured that nobody asked for. ``failed``: the first error.
+        ``status``: what the user is shown. What is told is forgotten.
+        """
+        with self._news:
+            asked = [name for name in due if name in self._shards]
+            self._news.wait_for(
+                lambda: (
+                    self._stopped
+                    or any(self._shards[name].done or self._shards[name].error for name in asked)
+                ),
+                wait_s,
+            )
+            done = [name for name in asked if self._shards[name].done]
+            errors = [shard.error for shard in self._shards.values() if shard.error]
+            errors = [self._stopped, *errors] if self._stopped else errors
+            status = {
+                "queued": self._queued,
+                "staged": self._staged,
+                "most_staged": self._most_staged,
+                "waited_s": self._waited_s,
+            }
+        missing = {
+            key: int((request.token_ids >= 0).sum())
+            for name in asked
+            for key in self._shards[name].keys
+            if ((request := self._requests[key]).token_ids < 0).any()
+        }
+        written = {name: self._seen(self._shards.pop(name)) for name in done}
+        for key in missing:
+            self._settle(self._requests[key].shard, error=RuntimeError("rows are missing"))
+        for name in [name for name, shard in self._shards.items() if shard.error]:
+            for key in self._shards.pop(name).keys:
+                del self._requests[key]
+        return {
+            "written": written,
+            "missing": missing,
+            "others": len(self._others),
+            "failed": _told(errors[0]) if errors else None,
+            "status": status,
+        }
+
+    def _seen(self, shard: _Shard) -> list[dict[str, Any]]:
+        """Return what was seen of a shard's requests, in their order; forget them."""
+        requests = [self._requests.pop(key) for key in shard.keys]
+        return [
+            {
+                "rows": len(request.token_ids),
+                "token_ids": hashlib.sha256(request.token_ids.tobytes()).hexdigest(),
+                "pieces": [list(piece) for piece in sorted(request.pieces)],
+                "recomputed": request.recomputed,
+            }
+            for request in requests
+        ]
+
+    # From the engine's thread into the pool
+
+    def _stage(self, request: _Request, position: int, rows: torch.Tensor) -> None:
+        if tuple(rows.shape[1:]) != self._shape or rows.dtype != self._dtype:
+            raise RuntimeError(
+                f"the engine gives states {list(rows.shape[1:])} of {rows.dtype} for a token, not "
+                f"{list(self._shape)} of {self._dtype}"
+            )
+        slot = self._slot()
+        size = len(rows) * self._row_bytes
+        states = slot[:size].view(self._dtype).view(rows.shape)
+        arrived = self._copy(rows, states)
+        with self._news:
+            request.shard.under_way += 1
+            self._queued += 1
+            self._staged += size
+            self._most_staged = max(self._most_staged, self._staged)
+        lane = self._lanes[request.first_row % len(self._lanes)]
+        lane.put(_Piece(request, position, slot, states, arrived))
+
+    def _slot(self) -> torch.Tensor:
+        """Return a free slot; wait for one if all are in use."""
+        began = time.monotonic()
+        slot = self._free.get()
+        self._waited_s += time.monotonic() - began
+        return slot
+
+    def _copy(self, rows: torch.Tensor, states: torch.Tensor) -> Callable[[], None]:
+        """Begin to copy; return what waits for the end of it."""
+        import torch
+
+        if not rows.is_cuda:
+            states.copy_(rows)
+            return lambda: None
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        # The copy waits for the engine's work so far, the engine never for the copy.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            states.copy_(rows, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        rows.record_stream(self._stream)  # its memory is not reused before
+        wait: Callable[[], None] = arrived.synchronize
+        return wait
+
+    # From the pool to the disk
+
+    def _write_all(self, lane: SimpleQueue[_Piece]) -> None:
+        while True:
+            piece = lane.get()
+            shard, rows = piece.request.shard, len(piece.states)
+            error = None
+            try:
+                piece.arrived()
+                if not shard.error:
+                    self._write(piece)
+            except Exception as failed:
+                error = failed
+            self._free.put(piece.slot)
+            with self._news:
+                shard.under_way -= 1
+                self._queued -= 1
+                self._staged -= rows * self._row_bytes
+            self._settle(shard, rows=rows, error=error)
+
+    def _write(self, piece: _Piece) -> None:
+        request, first, rows = piece.request, piece.position, len(piece.states)
+        data = raw(piece.states)
+        request.pieces.append((first, rows, hashlib.sha256(data).hexdigest()))
+        if file := request.shard.file:
+            ids = request.token_ids[first : first + rows]
+            file.write(request.first_row + first, data, ids)
+
+    def _sync_all(self) -> None:
+        while True:
+            shard, file = self._to_disk.get()
+            error = None
+            try:
+                file.close()
+            except Exception as failed:
+                error = failed
+            with self._news:
+                shard.error = shard.error or error
+                shard.done = not shard.error
+                self._news.notify_all()
+
+    def _settle(self, shard: _Shard, rows: int = 0, error: Exception | None = None) -> None:
+        """Count rows of a shard, or keep its first error; see to its file when it is time."""
+        with self._news:
+            shard.left -= rows
+            shard.error = shard.error or error
+            file = shard.file
+            if shard.error and file and not shard.under_way:  # nobody writes to it any more
+                shard.file = None
+                file.discard()
+            elif not shard.error and not shard.left and file:
+                shard.file = None
+                self._to_disk.put((shard, file))
+            elif not shard.error and not shard.left:
+                shard.done = not self._writes
+            self._news.notify_all()
+
+
+def _thread(name: str, work: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    number = error.errno if isinstance(error, OSError) else None
+    return {"type": type(error).__name__, "message": str(error), "errno": number}

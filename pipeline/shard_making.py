@@ -1,0 +1,187 @@
+"""Makes shards with a session that can extract: orders, checks what was written, states it.
+
+A shard comes out of here complete, fsynced, read back from the disk and compared, in its partial
+file; whoever keeps the store publishes it. While one is read back, the engine makes others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from truetap.harness import shard
+from truetap.harness.engine import Finished
+from truetap.harness.errors import CheckFailed
+from truetap.harness.extraction import Extracting, Pool, Progress, ShardOrder, WrittenShard
+from truetap.harness.model import CaptureRequest, Environment
+from truetap.pipeline.prepare import Conversation
+
+if TYPE_CHECKING:
+    import torch
+
+_READERS = 2
+"""Threads that read shards back. Each holds one shard, memory-mapped."""
+_ROWS = 1024
+_EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00, "float32": 0x7F800000}
+"""All ones in the exponent: not a number, or infinite."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One shard to be made."""
+
+    name: str
+    conversations: Sequence[Conversation]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A shard that is proven, in its partial file."""
+
+    entry: dict[str, Any]
+    """Its manifest line, but for certificate and audit."""
+    partial: Path
+
+
+@dataclass
+class Pace:
+    """What was captured so far, and how fast; shown while it goes on."""
+
+    progress: Progress = field(default_factory=Progress)
+    tokens: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.progress.finished = self._count
+
+    def _count(self, finished: Finished, request: CaptureRequest) -> None:  # noqa: ARG002
+        self.tokens += len(request.token_ids)
+        self.advanced()
+
+    def advanced(self) -> None:
+        """Hear that one more request was captured."""
+
+    @property
+    def seconds(self) -> float:
+        """Time since the first prompt."""
+        return time.monotonic() - self.started
+
+    def note(self) -> str:
+        """Return speed and state of the pool in a few words."""
+        status = self.progress.status
+        rate = self.tokens / max(self.seconds, 1e-6)
+        return (
+            f"{rate:,.0f} tokens/s, {status.staged / 2**20:,.0f} MiB in {status.queued} pieces "
+            f"staged, waited {status.waited_s:.1f} s"
+        )
+
+
+def make_shards(
+    session: Extracting,
+    jobs: Iterable[Job],
+    folder: Path,
+    pace: Pace,
+    pool: Pool,
+    facts: Mapping[str, Any],
+    environment: Environment,
+) -> Iterator[Made]:
+    """Make a shard for each job, taken whenever the engine has room; yield as they are proven.
+
+    ``facts`` are those of the run about boundaries, dtype and verifier. Raises ``CheckFailed`` or
+    ``IntegrityError`` for a shard that is not right; its partial file is left.
+    """
+    jobs_by_path: dict[Path, Job] = {}
+
+    def orders() -> Iterator[ShardOrder]:
+        for job in jobs:
+            path = folder / job.name
+            jobs_by_path[path] = job
+            yield ShardOrder(
+                path,
+                [CaptureRequest(c.id, c.token_ids) for c in job.conversations],
+                [c.loss_mask for c in job.conversations],
+            )
+
+    def prove(written: WrittenShard) -> Made:
+        job = jobs_by_path.pop(written.order.path)
+        tensors = written.read_back()
+        require_sound(job.name, tensors["states"])
+        digests = {name: shard.digest(tensors[name]) for name in shard.TENSORS}
+        return Made(_entry(job, tensors, digests, facts, environment), written.partial)
+
+    with ThreadPoolExecutor(_READERS, "truetap-read-back") as readers:
+        proving: deque[Future[Made]] = deque()
+        for written in session.extract(orders(), pace.progress, pool):
+            proving.append(readers.submit(prove, written))
+            while proving and (proving[0].done() or len(proving) > 2 * _READERS):
+                yield proving.popleft().result()
+        while proving:
+            yield proving.popleft().result()
+
+
+def _entry(
+    job: Job,
+    tensors: Mapping[str, torch.Tensor],
+    digests: Mapping[str, str],
+    facts: Mapping[str, Any],
+    environment: Environment,
+) -> dict[str, Any]:
+    binding = dict(environment.binding)
+    return {
+        "shard": job.name,
+        "requests": len(job.conversations),
+        "rows": len(tensors["states"]),
+        "bytes": sum(t.numel() * t.element_size() for t in tensors.values()),
+        "boundaries": facts["boundaries"],
+        "last_boundary_normed": False,
+        "dtype": facts["dtype"],
+        "verifier": {"name": environment.recorded["verifier_name"], **facts["verifier"]},
+        "engine": {k: v for k, v in binding.items() if k not in ("verifier", "boundaries")},
+        "digests": dict(digests),
+        "ids": [c.id for c in job.conversations],
+    }
+
+
+def require_sound(name: str, states: torch.Tensor) -> None:
+    """Raise ``CheckFailed`` unless states ``[rows, boundaries, hidden]`` can be right at all.
+
+    Bits are looked at, a few rows at a time: it costs the engine beside it as little as may be.
+    """
+    dtype = str(states.dtype).removeprefix("torch.")
+    exponent = _EXPONENTS[dtype]
+    bits = _bits(states)
+    slots = range(bits.shape[1])
+    zero, equal = set(slots), set(combinations(slots, 2))
+    bad = 0
+    first_bad = None
+    for start in range(0, len(bits), _ROWS):
+        some = bits[start : start + _ROWS]
+        wrong = ((some & exponent) == exponent).any((1, 2))
+        if wrong.any():
+            bad += int(wrong.sum())
+            first_bad = start + int(wrong.argmax()) if first_bad is None else first_bad
+        zero -= {slot for slot in zero if some[:, slot].any()}
+        equal -= {(a, b) for a, b in equal if not np.array_equal(some[:, a], some[:, b])}
+    if bad:
+        raise CheckFailed(f"{name}: {bad} rows are not finite, the first is {first_bad}")
+    for slot in sorted(zero):
+        raise CheckFailed(f"{name}: slot {slot} is all zero")
+    for one, other in sorted(equal):
+        raise CheckFailed(f"{name}: slots {one} and {other} are equal")
+
+
+def _bits(states: torch.Tensor) -> np.ndarray[Any, Any]:
+    import torch
+
+    size = states.element_size()
+    kind = {2: torch.int16, 4: torch.int32}[size]
+    array: np.ndarray[Any, Any] = states.view(kind).numpy()
+    return array
