@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -32,6 +32,15 @@ class Verifier(_Table):
         return self
 
 
+_NOT_IN_ONE_ENGINE = {
+    "pipeline_parallel_size": "vLLM keeps the states of a stage's blocks on that stage: model runner "
+    "V1 gives those of the last stage alone, and V2, from 0.32 on, passes them on for a few families "
+    "(read in its sources, not run); use tensor_parallel_size",
+    "data_parallel_size": "replicas share nothing in an extraction, so each is an engine of its own: "
+    "truetap extract --ray ADDRESS --engines N",
+}
+
+
 class Capture(_Table):
     """How hidden states are taken; a certificate is bound to all of it."""
 
@@ -45,6 +54,16 @@ class Capture(_Table):
     max_num_seqs: Positive = 32
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_stage_one_replica(cls, given: Any) -> Any:
+        """Say why, in place of "not permitted", of what vLLM has and truetap does not use."""
+        if isinstance(given, dict):
+            for name, why in _NOT_IN_ONE_ENGINE.items():
+                if given.pop(name, 1) != 1:
+                    raise ValueError(f"{name} must be 1: {why}")
+        return given
 
 
 class Gate(_Table):

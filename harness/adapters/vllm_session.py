@@ -284,9 +284,7 @@ class VllmSession(ABC):
             self._calls, method, args, deadline=self._spec.call_deadline_s, folder=self._scratch
         )
         if len(by_rank) != (ranks := self._spec.tensor_parallel_size):
-            raise CouldNotRun(
-                f"{len(by_rank)} ranks answered {method} where {ranks} were due"
-            )
+            raise CouldNotRun(f"{len(by_rank)} ranks answered {method} where {ranks} were due")
         return by_rank
 
 

@@ -66,7 +66,15 @@ def test_what_is_not_toml_is_refused(tmp_path: Path, content: bytes) -> None:
         ('[capture]\ndtype = "int8"', "capture.dtype: "),
         ('[capture]\nboundaries = ["a", 2]', "capture.boundaries.0: "),
         ("[capture]\nboundaries = [30]", "capture.boundaries: "),
-        ("[capture]\npipeline_parallel_size = 2", "capture.pipeline_parallel_size: Extra inputs"),
+        (
+            "[capture]\npipeline_parallel_size = 2",
+            "capture: Value error, pipeline_parallel_size must be 1: vLLM keeps the states",
+        ),
+        (
+            "[capture]\ndata_parallel_size = 2",
+            "capture: Value error, data_parallel_size must be 1: replicas share nothing",
+        ),
+        ("[capture]\nexpert_parallel = true", "capture.expert_parallel: Extra inputs"),
         ('[gate]\nprofile = "none"', "gate.profile: "),
     ],
 )
@@ -74,6 +82,12 @@ def test_a_wrong_setting_is_named_with_its_table(tmp_path: Path, added: str, nam
     error = refusal(tmp_path, SMALLEST + added)
     assert f": {named}" in str(error)
     assert "pipeline/config.py" in error.remedy
+
+
+def test_one_stage_and_one_replica_may_be_said(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(SMALLEST + "[capture]\npipeline_parallel_size = 1\ndata_parallel_size = 1")
+    assert config.load(path).capture == config.Capture()
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
