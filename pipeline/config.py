@@ -33,11 +33,11 @@ class Verifier(_Table):
 
 
 _NOT_IN_ONE_ENGINE = {
-    "pipeline_parallel_size": "vLLM keeps the states of a stage's blocks on that stage: model runner "
-    "V1 gives those of the last stage alone, and V2, from 0.32 on, passes them on for a few families "
-    "(read in its sources, not run); use tensor_parallel_size",
-    "data_parallel_size": "replicas share nothing in an extraction, so each is an engine of its own: "
-    "truetap extract --ray ADDRESS --engines N",
+    "pipeline_parallel_size": "vLLM keeps the states of a stage's blocks on that stage: model "
+    "runner V1 gives those of the last stage alone, and V2, from 0.32 on, passes them on for a few "
+    "families (read in its sources, not run); use tensor_parallel_size",
+    "data_parallel_size": "replicas share nothing in an extraction, so each is an engine of its "
+    "own: truetap extract --ray ADDRESS --engines N",
 }
 
 
