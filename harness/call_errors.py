@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
+from truetap.harness.errors import FULL_DISK, CouldNotRun, TruetapError, UsageError
 from truetap.harness.parcel import CannotTravel
 
 
@@ -72,7 +71,7 @@ def of_workers(
             remedy="return builtins, tensors and numpy arrays only",
         )
     remedy = "see the traceback, in the notes of this error"
-    if any(error.get("errno") == errno.ENOSPC for error in errors.values()):
+    if any(error.get("errno") in FULL_DISK for error in errors.values()):
         remedy = "free space, or give folder= a directory with more room"
     elif stages & {"arguments", "file"}:
         remedy = "give folder= a directory on a filesystem that all workers share"

@@ -11,6 +11,7 @@ Everything that reaches into vLLM beyond its documented ``LLM`` class lives here
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import re
 import secrets
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -27,6 +29,9 @@ import psutil
 
 from truetap.harness import reaper
 from truetap.harness.boundaries import to_vllm_layer_id
+from truetap.harness.call_errors import DeadlinePassed
+from truetap.harness.collect import collect
+from truetap.harness.deadline import EndGone
 from truetap.harness.deadline import bounded as _bounded
 from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
 from truetap.harness.model import EngineSpec
@@ -146,10 +151,12 @@ class VllmEngine:
         self._deadline_s = call_deadline_s
         self._usable = True
         self._processes: list[psutil.Process] = []
+        self._cores: list[BaseProcess] = []
         log.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = log.stat().st_size if log.exists() else 0
         reaper.watch_over_me()
         before = set(psutil.Process().children(recursive=True))
+        others = set(multiprocessing.active_children())
         try:
             with _output_to(log):
                 self._llm = self._bounded(
@@ -162,6 +169,7 @@ class VllmEngine:
             self._processes = [p for p in now - before if not reaper.is_reaper(p)]
             if not hasattr(self, "_llm"):
                 reaper.kill(self._processes)
+        self._cores = [p for p in multiprocessing.active_children() if p not in others]
 
     @property
     def llm(self) -> Any:
@@ -226,6 +234,22 @@ class VllmEngine:
         """
         return self._bounded(method, lambda: self._llm.collective_rpc(method, args=arguments))
 
+    def collect(self, llm: Any, method: str, args: Sequence[Any], folder: Path) -> dict[int, Any]:
+        """Return what each rank says to a call through ``truetap.harness.collect``.
+
+        ``llm`` is this engine's, or what listens in on it. Silence ends the engine.
+        """
+        seconds = self._deadline_s
+        try:
+            return self._bounded(
+                method,
+                lambda: collect(llm, method, args, deadline=seconds, folder=folder),
+                seconds + 10,
+            )
+        except DeadlinePassed as silent:
+            self._end()
+            raise self._silent(method, seconds) from silent
+
     def close(self) -> None:
         """Stop the engine; what does not stop in time is killed by process id."""
         if self._usable:
@@ -256,15 +280,20 @@ class VllmEngine:
             )
         seconds = deadline_s or self._deadline_s
         try:
-            return _bounded(call, seconds)
+            return _bounded(call, seconds, gone=self._lost)
         except TruetapError:
             raise
+        except EndGone:
+            self._end()
+            cause = root_cause(self._log, self._log_start)
+            raise CouldNotRun(
+                f"vLLM's engine process ended during {what}{cause and f': {cause}'}",
+                remedy=f"see {self._log}; if it says nothing, the system killed it, which it does "
+                "when memory runs out",
+            ) from None
         except TimeoutError:
             self._end()
-            raise CouldNotRun(
-                f"vLLM did not answer {what} within {seconds:.0f} s; its processes were killed",
-                remedy=f"see {self._log}",
-            ) from None
+            raise self._silent(what, seconds) from None
         except ValueError as refused:  # vLLM checks a request before it takes it
             if what != "start":
                 raise UsageError(f"vLLM refused the request: {refused}") from refused
@@ -274,9 +303,19 @@ class VllmEngine:
             self._end()
             raise self._failed(what, error) from error
 
+    def _lost(self) -> bool:
+        """Whether a process has ended that vLLM started from ours: its client may wait for ever."""
+        return any(not process.is_alive() for process in self._cores)
+
     def _end(self) -> None:
         self._usable = False
         reaper.kill(self._processes)
+
+    def _silent(self, what: str, seconds: float) -> CouldNotRun:
+        return CouldNotRun(
+            f"vLLM did not answer {what} within {seconds:.0f} s; its processes were killed",
+            remedy=f"see {self._log}",
+        )
 
     def _failed(self, what: str, error: Exception) -> CouldNotRun:
         cause = f"{type(error).__name__}: {error}"

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from truetap.harness.errors import CouldNotRun
+from truetap.harness.errors import FULL_DISK, CouldNotRun
 
 VERSION = 1
 _SCALARS = (type(None), bool, int, float, str, bytes)
@@ -136,7 +136,7 @@ def unseal(replies: Any, *, nonce: str, world_size: int, method: str) -> list[di
         )
     for reply in replies:
         if error := reply.get("error"):
-            full_disk = error.get("errno") == 28  # ENOSPC
+            full_disk = error.get("errno") in FULL_DISK
             raise CouldNotRun(
                 f"{method} failed on rank {reply['rank']}: {error['type']}: {error['message']}",
                 remedy="free disk space and run again; finished shards are kept"

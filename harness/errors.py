@@ -6,7 +6,11 @@ Exit codes: 0 yes, 1 no (non-conformant, denied, failed check), 2 usage, 3 could
 
 from __future__ import annotations
 
+import errno
 from typing import ClassVar
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says of a disk that is full, and of a user's share of one that is."""
 
 
 class TruetapError(Exception):

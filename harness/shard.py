@@ -119,6 +119,10 @@ class ShardFile:
         self._write(states, self._states + row * self.layout.row_bytes)
         self._write(token_ids, self._ids + row * 8)
 
+    def sync(self) -> None:
+        """Bring what was written so far to the disk."""
+        os.fdatasync(self._file)
+
     def close(self) -> None:
         """Bring everything to the disk. The file is complete if all rows were written before."""
         try:
@@ -204,6 +208,16 @@ def read(path: Path) -> dict[str, torch.Tensor]:
 def digest(tensor: torch.Tensor) -> str:
     """Return the SHA-256 of a CPU tensor's raw bytes, hex."""
     return hashlib.sha256(raw(tensor)).hexdigest()
+
+
+def checksum(data: memoryview) -> str:
+    """Return a checksum of bytes on their way through memory and disk, hex; no signature.
+
+    It is an order of magnitude faster than a digest, which is taken once, of what is on the disk.
+    """
+    import xxhash
+
+    return str(xxhash.xxh3_128_hexdigest(data))
 
 
 def raw(tensor: torch.Tensor) -> memoryview:

@@ -24,11 +24,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from truetap.harness.shard import Layout, ShardFile, raw
+from truetap.harness.shard import Layout, ShardFile, checksum, raw
 
 if TYPE_CHECKING:
     import torch
 
+SYNC_BYTES = 128 << 20
+"""How much of a shard is written before the disk is told to take it. The system would wait for
+seconds, and the last ``fsync`` for all of it."""
 SLOT_BYTES = 8 << 20
 """Size of a slot. Longer requests travel in pieces, so none is too long for the pool."""
 
@@ -47,6 +50,8 @@ class _Shard:
     """Rows that are not written yet, or not counted if this worker writes none."""
     under_way: int = 0
     """Pieces in the pool. The file stays open until there are none."""
+    unsynced: int = 0
+    """Bytes that were written since the disk was told last."""
     error: Exception | None = None
     done: bool = False
     """Complete and, if this worker writes, on the disk."""
@@ -61,7 +66,7 @@ class _Request:
     token_ids: npt.NDArray[np.int64]
     """What the engine computed at each position; -1 where no row was put yet."""
     pieces: list[tuple[int, int, str]] = field(default_factory=list)
-    """Of each piece the position, the rows, and the SHA-256 of the rows in memory."""
+    """Of each piece the position, the rows, and the checksum of the rows in memory."""
     recomputed: int = 0
 
 
@@ -113,7 +118,7 @@ class Staging:
         self._free: LifoQueue[torch.Tensor] = LifoQueue()  # last in, first out: few are touched
         for _ in range(max(2, pool_bytes // self._slot_bytes) if self._hashes else 0):
             self._free.put(torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=pinned))
-        self._to_disk: SimpleQueue[tuple[_Shard, ShardFile]] = SimpleQueue()
+        self._to_disk: SimpleQueue[tuple[_Shard, ShardFile | None]] = SimpleQueue()
         self._lanes: list[SimpleQueue[_Piece]] = [SimpleQueue() for _ in range(threads)]
         self._stream: Any = None
         if self._hashes:
@@ -302,7 +307,7 @@ class Staging:
     def _write(self, piece: _Piece) -> None:
         request, first, rows = piece.request, piece.position, len(piece.states)
         data = raw(piece.states)
-        request.pieces.append((first, rows, hashlib.sha256(data).hexdigest()))
+        request.pieces.append((first, rows, checksum(data)))
         if file := request.shard.file:
             ids = request.token_ids[first : first + rows]
             file.write(request.first_row + first, data, ids)
@@ -310,6 +315,9 @@ class Staging:
     def _sync_all(self) -> None:
         while True:
             shard, file = self._to_disk.get()
+            if file is None:
+                self._sync_some(shard)
+                continue
             error = None
             try:
                 file.close()
@@ -320,10 +328,26 @@ class Staging:
                 shard.done = not shard.error
                 self._news.notify_all()
 
+    def _sync_some(self, shard: _Shard) -> None:
+        """Have the disk take what there is of a shard that is still being written."""
+        with self._news:
+            file = shard.file
+            shard.under_way += 1  # keeps the file open
+        error = None
+        try:
+            if file:
+                file.sync()
+        except Exception as failed:
+            error = failed
+        with self._news:
+            shard.under_way -= 1
+        self._settle(shard, error=error)
+
     def _settle(self, shard: _Shard, rows: int = 0, error: Exception | None = None) -> None:
         """Count rows of a shard, or keep its first error; see to its file when it is time."""
         with self._news:
             shard.left -= rows
+            shard.unsynced += rows * self._row_bytes
             shard.error = shard.error or error
             file = shard.file
             if shard.error and file and not shard.under_way:  # nobody writes to it any more
@@ -332,6 +356,9 @@ class Staging:
             elif not shard.error and not shard.left and file:
                 shard.file = None
                 self._to_disk.put((shard, file))
+            elif not shard.error and file and shard.unsynced >= SYNC_BYTES:
+                shard.unsynced = 0
+                self._to_disk.put((shard, None))
             elif not shard.error and not shard.left:
                 shard.done = not self._writes
             self._news.notify_all()

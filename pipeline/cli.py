@@ -7,6 +7,7 @@ run, so that ``truetap --help`` stays instant.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
+from truetap.harness.errors import FULL_DISK, CouldNotRun, TruetapError, UsageError
 from truetap.pipeline import cli_audit, cli_engine, cli_gate, cli_store, cli_suite
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 EPILOG = (
     "Exit codes: 0 yes; 1 no (non-conformant, denied, failed check); 2 usage; 3 could not run; "
-    "4 integrity failure (bad digest or signature); 130 interrupted."
+    "4 integrity failure (bad digest or signature); 130 interrupted; 143 ended by SIGTERM."
 )
 
 
@@ -81,22 +82,29 @@ def app() -> None:
     """
 
 
+def _end(*_: object) -> None:
+    """Have SIGTERM end everything in order, as Ctrl-C does: engines, bars, files."""
+    raise KeyboardInterrupt(signal.SIGTERM)
+
+
 def main() -> None:
     """Run the command line; every expected failure is one sentence and a documented exit code."""
+    signal.signal(signal.SIGTERM, _end)
     try:
         code = app(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         code = 2
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted; run the same command again to continue", err=True)
-        code = 130
+    except (click.Abort, KeyboardInterrupt) as stop:
+        ended = signal.SIGTERM in (stop.__cause__ or stop).args  # click raises its own from it
+        how, code = ("ended by SIGTERM", 143) if ended else ("interrupted", 130)
+        click.echo(f"{how}; run the same command again to continue", err=True)
     except TruetapError as error:
         _tell(error)
         code = error.exit_code
     except Exception as error:
         code = CouldNotRun.exit_code
-        if isinstance(error, OSError) and error.errno in _FULL_DISK:
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
             remedy = "free disk space and run again; finished work is kept"
             _tell(CouldNotRun(f"no space: {error}", remedy=remedy))
         else:  # a defect of ours; Python's own exit code for it would read as "no"
@@ -105,9 +113,6 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     sys.exit(code or 0)
-
-
-_FULL_DISK = (28, 122)  # ENOSPC, EDQUOT
 
 
 def _tell(error: TruetapError) -> None:

@@ -54,6 +54,9 @@ class Capture(_Table):
     max_num_seqs: Positive = 32
     enforce_eager: bool = True
     enable_prefix_caching: bool = True
+    call_deadline_s: Positive = 120
+    """Longest silence of the engine before it is killed, a slow disk's included. It changes nothing
+    in the captures, so it may change from one run to the next."""
 
     @model_validator(mode="before")
     @classmethod
@@ -124,7 +127,7 @@ class Extract(_Table):
     staging_mib: Annotated[int, Field(ge=16)] = 512
     """Memory for rows on their way to the disk. When it is full, the engine waits."""
     writers: Positive = 4
-    """Threads that hash and write them; a core hashes about 1 GB/s."""
+    """Threads that write them, and as many that read back and hash; a core hashes 1 to 2 GB/s."""
 
     def facts(self) -> dict[str, object]:
         """Return what the shards depend on."""

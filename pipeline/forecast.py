@@ -209,7 +209,7 @@ def _speed(folder: RunFolder, config: RunConfig) -> tuple[int, float] | None:
 
 
 def _settings(config: RunConfig) -> Any:
-    return json.loads(config.capture.model_dump_json())
+    return json.loads(config.capture.model_dump_json(exclude={"call_deadline_s"}))
 
 
 def duration(seconds: float) -> str:

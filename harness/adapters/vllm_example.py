@@ -16,7 +16,6 @@ from typing import Any
 from truetap.harness import deadline, envelope, environment, verifier
 from truetap.harness.adapters.vllm_worker import FactsWorker
 from truetap.harness.boundaries import check
-from truetap.harness.collect import collect
 from truetap.harness.engine import (
     Finished,
     Prompt,
@@ -57,6 +56,7 @@ class VllmExampleSession:
         facts = verifier.describe(Path(spec.model))
         self.boundaries = check(spec.boundaries, facts.num_blocks)
         self._spec = spec
+        self._scratch = scratch
         storage = scratch / "hidden_states"
         storage.mkdir()
         self._engine = VllmEngine(
@@ -120,7 +120,7 @@ class VllmExampleSession:
 
     def environment(self) -> Environment:
         """Return facts read from every worker; they must agree."""
-        by_rank = collect(self._engine.llm, "truetap_facts", deadline=self._spec.call_deadline_s)
+        by_rank = self._engine.collect(self._engine.llm, "truetap_facts", (), self._scratch)
         return environment.assemble(
             environment.agreed(list(by_rank.values())),
             boundaries=self.boundaries,

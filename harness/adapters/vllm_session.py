@@ -22,9 +22,8 @@ import numpy as np
 
 from truetap.harness import envelope, environment, shard, verifier
 from truetap.harness.adapters.rpc_schedule import KEY_PREFIX
-from truetap.harness.collect import collect
 from truetap.harness.engine import Finished, Prompt, VllmEngine
-from truetap.harness.errors import CheckFailed, CouldNotRun
+from truetap.harness.errors import FULL_DISK, CheckFailed, CouldNotRun
 from truetap.harness.extraction import Pool, Progress, ShardOrder, Status, WrittenShard
 from truetap.harness.model import Capture, CaptureBatch, CaptureRequest, EngineSpec, Environment
 
@@ -197,7 +196,7 @@ class VllmSession(ABC):
             raise CouldNotRun(
                 f"rank {rank} could not write: {failed['type']}: {failed['message']}",
                 remedy="free disk space and run again; finished shards are kept"
-                if failed["errno"] in _FULL
+                if failed["errno"] in FULL_DISK
                 else f"see {self.log}; finished shards are kept",
             )
         if report["others"]:
@@ -280,16 +279,10 @@ class VllmSession(ABC):
         self._engine.close()
 
     def _collect(self, method: str, *args: Any) -> dict[int, Any]:
-        by_rank = collect(
-            self._calls, method, args, deadline=self._spec.call_deadline_s, folder=self._scratch
-        )
+        by_rank = self._engine.collect(self._calls, method, args, self._scratch)
         if len(by_rank) != (ranks := self._spec.tensor_parallel_size):
             raise CouldNotRun(f"{len(by_rank)} ranks answered {method} where {ranks} were due")
         return by_rank
-
-
-_FULL = (27, 28, 122)
-"""EFBIG, ENOSPC, EDQUOT."""
 
 
 class _Overheard:

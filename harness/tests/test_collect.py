@@ -375,18 +375,20 @@ def test_a_value_that_cannot_travel_is_named_by_rank_and_place(fakes: SimpleName
     assert collect(acting(engine, lambda: 1, lambda: 3j), "act", ranks=[0]) == {0: 1}
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["disk", "quota"])
 def test_a_full_disk_is_told_with_a_remedy(
-    fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+    fakes: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    full = OSError(number, os.strerror(number))
     engine = acting(fakes.Executor(2), lambda: np.zeros(3), lambda: 1)
     monkeypatch.setattr(
         collect_worker.parcel, "write", lambda tensors, _: raising(full)() if tensors else None
     )
-    with pytest.raises(WorkerFailed, match=r"rank 0: OSError: .*No space left") as raised:
+    why = os.strerror(number)
+    with pytest.raises(WorkerFailed, match=rf"rank 0: OSError: .*{why}") as raised:
         collect(engine, "act")
     assert "free space, or give folder=" in raised.value.remedy
-    with pytest.raises(CouldNotRun, match=r"its arguments cannot be written: .*No space left"):
+    with pytest.raises(CouldNotRun, match=rf"its arguments cannot be written: .*{why}"):
         collect(fakes.Executor(2), "echo", (np.zeros(3),))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from truetap.harness import engine
+from truetap.harness import deadline, engine
 from truetap.harness.engine import Prompt, VllmEngine
 from truetap.harness.errors import CouldNotRun, UsageError
 
@@ -120,6 +121,7 @@ def bare_engine(folder: Path, deadline_s: float = 5.0) -> VllmEngine:
     made._deadline_s = deadline_s
     made._usable = True
     made._processes = []
+    made._cores = []
     return made
 
 
@@ -150,6 +152,45 @@ def test_an_engine_that_does_not_answer_is_killed_and_never_used_again(
     with pytest.raises(CouldNotRun, match="ended after an earlier failure") as raised:
         made._bounded("step", lambda: 1)
     assert "open a new engine" in raised.value.remedy
+
+
+def core(code: str) -> multiprocessing.process.BaseProcess:
+    """A process as vLLM starts its engine core: by multiprocessing, from ours."""
+    started = multiprocessing.get_context("spawn").Process(target=exec, args=(code,), daemon=True)
+    started.start()
+    return started
+
+
+def test_an_engine_that_was_killed_is_given_up_long_before_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadline, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(deadline, "GRACE_S", 0.3)
+    made = bare_engine(tmp_path, deadline_s=60)
+    made._cores = [core("import time; time.sleep(600)")]
+    started, never = time.monotonic(), threading.Event()
+    threading.Timer(0.2, made._cores[0].kill).start()
+    with pytest.raises(CouldNotRun, match="vLLM's engine process ended during step") as raised:
+        made._bounded("step", never.wait)
+    assert 0.5 <= time.monotonic() - started < 30
+    assert str(made._log) in raised.value.remedy
+    with pytest.raises(CouldNotRun, match="ended after an earlier failure"):
+        made._bounded("step", list)
+    never.set()
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["slow", "lost, and it says so"])
+def test_a_call_that_comes_back_is_believed_before_its_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    """A living engine may be silent up to the deadline; a dead one's own error tells more."""
+    monkeypatch.setattr(deadline, "LOOK_EVERY_S", 0.05)
+    made = bare_engine(tmp_path, deadline_s=60)
+    made._cores = [core("pass" if ended else "import time; time.sleep(600)")]
+    if ended:
+        made._cores[0].join()
+    assert made._bounded("step", lambda: time.sleep(0.4) or "answer") == "answer"
+    made._cores[0].kill()
 
 
 def test_a_request_that_vllm_refuses_does_not_end_the_engine(tmp_path: Path) -> None:

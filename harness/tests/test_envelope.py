@@ -144,6 +144,7 @@ def failing(error: BaseException) -> Callable[[], dict[str, Any]]:
             "OSError: .*No space",
             "free disk space",
         ),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "OSError: .*quota", "free disk space"),
     ],
 )
 def test_an_exception_travels_as_data_and_comes_out_with_rank_method_and_cause(

@@ -175,14 +175,12 @@ def test_ranks_that_saw_other_things_are_refused(
         extracted(tmp_path, [whole_shard(), second])
 
 
-def test_replies_of_more_stages_than_were_asked_for_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replies_of_more_stages_than_were_asked_for_are_refused(tmp_path: Path) -> None:
     """CASE-15: of an engine that was split over stages all the same, each stage answers."""
     session: Any = object.__new__(vllm_native.VllmNativeSession)
     session._spec, session._calls = EngineSpec("", (2,)), None
     session._scratch = tmp_path
-    monkeypatch.setattr(vllm_session, "collect", lambda *_, **__: {0: {}, 1: {}})
+    session._engine = SimpleNamespace(collect=lambda *_: {0: {}, 1: {}})
     with pytest.raises(CouldNotRun, match="2 ranks answered truetap_facts where 1 were due"):
         session.environment()
 

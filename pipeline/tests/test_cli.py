@@ -53,7 +53,15 @@ def test_help_names_every_verb_and_exit_code() -> None:
     assert done.returncode == 0
     commands = done.stdout.split("Commands:\n")[1].split("\n\n")[0]
     assert [line.split()[0] for line in commands.splitlines()] == VERBS
-    for code in ("0 yes", "1 no", "2 usage", "3 could not run", "4 integrity", "130 interrupted"):
+    for code in (
+        "0 yes",
+        "1 no",
+        "2 usage",
+        "3 could not run",
+        "4 integrity",
+        "130 interrupted",
+        "143 ended",
+    ):
         assert code in " ".join(done.stdout.split())
 
 
@@ -291,6 +299,21 @@ def test_what_a_verb_raises_becomes_its_exit_code(
     stderr = run_with(config, monkeypatch, capsys, error, code)
     assert said in stderr
     assert "Traceback" not in stderr
+
+
+def test_sigterm_ends_a_verb_in_order_with_a_code_of_its_own(config: Path) -> None:
+    """Batch systems end jobs with it; Python's own way is to die without a word."""
+    code = (
+        "import os, signal, sys; from truetap.pipeline import cli, conform\n"
+        "def certify(*_, **__):\n"
+        "    try: os.kill(os.getpid(), signal.SIGTERM); signal.pause()\n"
+        "    finally: print('closed')\n"
+        "conform.certify = certify; sys.argv[1:] = ['certify', sys.argv[1]]; cli.main()"
+    )
+    command = [sys.executable, "-c", code, str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (143, "closed\n")
+    assert done.stderr.strip() == "ended by SIGTERM; run the same command again to continue"
 
 
 def test_a_defect_of_ours_never_reads_as_no(

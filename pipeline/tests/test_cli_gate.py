@@ -361,7 +361,9 @@ def test_a_run_that_names_certificates_makes_none(
     assert (decision.allowed, decision.path) == (True, good)
 
 
-@pytest.mark.parametrize("changed", ["", "spec", "adapter", "policy", "damage", "expired"])
+@pytest.mark.parametrize(
+    "changed", ["", "spec", "no spec", "adapter", "policy", "damage", "expired"]
+)
 def test_the_suite_is_spared_only_for_a_certificate_of_these_settings(
     truetap: Truetap, here: Run, changed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -375,8 +377,11 @@ def test_the_suite_is_spared_only_for_a_certificate_of_these_settings(
     truetap("certify", here.config)
     from dataclasses import asdict
 
-    recorded = asdict(spec) | ({"max_num_seqs": 3} if changed == "spec" else {})
-    write_json(here.folder.report.parent / "spec.json", recorded)
+    # A deadline is no property of what is captured.
+    recorded = (
+        asdict(spec) | {"call_deadline_s": 7} | ({"max_num_seqs": 3} if changed == "spec" else {})
+    )
+    write_json(here.folder.report.parent / "spec.json", [1] if changed == "no spec" else recorded)
     if changed == "policy":
         here.set(f'policy = "{here.policy}"')
     if changed == "damage":

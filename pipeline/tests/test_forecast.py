@@ -160,7 +160,9 @@ def test_a_measured_speed_counts_under_the_same_settings_only(path: Path) -> Non
     assert not folder.speed.exists()
     forecast.record_speed(folder, config, 500, 10.0)
     assert foresee(path)[2].seconds == pytest.approx(2.0)
-    path.write_text(path.read_text() + "[capture]\nmax_num_seqs = 8\n")
+    path.write_text(path.read_text() + "[capture]\ncall_deadline_s = 900\n")
+    assert foresee(path)[2].seconds == pytest.approx(2.0)  # it changes no speed
+    path.write_text(path.read_text() + "max_num_seqs = 8\n")
     assert foresee(path)[2].seconds is None
     folder.speed.write_text("{}")
     with pytest.raises(IntegrityError, match=r"extract-speed\.json is not as it was written"):

@@ -333,8 +333,8 @@ def two_written(folder: Path) -> WrittenShard:
         path, [CaptureRequest(c.id, c.token_ids) for c in two], [c.loss_mask for c in two]
     )
     cut = [(0, 1), (1, len(two[0].token_ids))]
-    pieces = [[(a, b - a, shard.digest(states[0][a:b])) for a, b in cut]]
-    pieces += [[(0, len(states[1]), shard.digest(states[1]))]]
+    pieces = [[(a, b - a, shard.checksum(shard.raw(states[0][a:b]))) for a, b in cut]]
+    pieces += [[(0, len(states[1]), shard.checksum(shard.raw(states[1])))]]
     return WrittenShard(order, shard.partial_path(path), pieces)
 
 
@@ -436,7 +436,7 @@ def copy_slot(states: Any) -> None:
     states[:, 2] = states[:, 0]
 
 
-@pytest.mark.parametrize("rows", [shard_making._ROWS, 3])
+@pytest.mark.parametrize("size", [shard_making._CACHE_BYTES, 30, 80])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(
     ("change", "said"),
@@ -452,18 +452,18 @@ def test_unsound_states_fail_by_name(
     change: Callable[[Any], None],
     said: str,
     dtype: str,
-    rows: int,
+    size: int,
 ) -> None:
-    monkeypatch.setattr(shard_making, "_ROWS", rows)
+    monkeypatch.setattr(shard_making, "_CACHE_BYTES", size)
     with pytest.raises(CheckFailed, match=f"shard-9: {said}"):
         soundness(change, dtype)
 
 
-@pytest.mark.parametrize("rows", [shard_making._ROWS, 3])
+@pytest.mark.parametrize("size", [shard_making._CACHE_BYTES, 30, 80])
 def test_slots_that_are_equal_or_zero_in_part_are_sound(
-    monkeypatch: pytest.MonkeyPatch, rows: int
+    monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(shard_making, "_ROWS", rows)
+    monkeypatch.setattr(shard_making, "_CACHE_BYTES", size)
     soundness(set_states((slice(0, 6), 1), 0.0))
     soundness(set_states((slice(1, None), 1), 0.0))
 
