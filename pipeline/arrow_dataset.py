@@ -64,7 +64,7 @@ def export(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Cons
     rows = training + [c for c in kept if c.split != "train"]
     scratch = folder.dataset.with_name(folder.dataset.name + ".partial")
     shutil.rmtree(scratch, ignore_errors=True)
-    _write_rows(rows, scratch)
+    write_rows(rows, scratch)
     size = config.train.draft_vocabulary
     whole = verifier.describe(Path(spec.model)).vocab_size
     _write_vocabulary(draft_head.vocabulary_of(training, size, whole), whole, scratch)
@@ -103,7 +103,8 @@ def _command(config: RunConfig, folder: RunFolder, spec: EngineSpec, share: floa
     )
 
 
-def _write_rows(rows: Sequence[Conversation], folder: Path) -> None:
+def write_rows(rows: Sequence[Conversation], folder: Path) -> None:
+    """Write tokens and loss masks as speculators' ``prepare-data`` leaves them."""
     try:
         import datasets
     except ImportError as error:
