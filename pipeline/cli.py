@@ -289,8 +289,9 @@ def prepare(stage: Stage) -> None:
 
     [data] questions names JSON lines, a .json array, a .parquet file, a folder that datasets saved,
     or hub:NAME; rows are prompts, ShareGPT, messages, Spec-Bench turns or Alpaca, told by the first
-    row's keys. answers = "given" keeps the data set's own answers. What is left out is counted,
-    here and in the run folder's README.md.
+    row's keys. answers = "given" keeps the data set's own answers; server = "http://host:port/v1"
+    has a server of the verifier answer (docs/data.md). What is left out is counted, here and in the
+    run folder's README.md.
     """
     from truetap.pipeline import prepare as preparation
 

@@ -15,13 +15,21 @@ CONFIG = click.argument("config", type=click.Path(dir_okay=False, path_type=Path
 @click.command()
 @CONFIG
 @click.option("--json", "as_json", is_flag=True, help="Print the forecast as JSON.")
-def plan(config: Path, as_json: bool) -> None:
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Start the engine and capture some of the conversations for 20 seconds, to tell the time.",
+)
+def plan(config: Path, as_json: bool, measure: bool) -> None:
     """Say what the rest of an extraction will take: tokens, bytes, memory, disk, time.
 
     Starts no engine and changes nothing. Before the questions are answered, answers count as long
     as they may become. The time is told if an extraction with the same settings was measured in
-    this run's folder. Exit code 1 if the disk is too small.
+    this run's folder, or with --measure, which starts the engine and leaves nothing behind. Exit
+    code 1 if the disk is too small.
     """
+    from dataclasses import replace
+
     from rich.console import Console
 
     from truetap.pipeline import config as configuration
@@ -32,9 +40,22 @@ def plan(config: Path, as_json: bool) -> None:
     settings = configuration.load(config)
     model = verifiers.directory_of(settings, console.print)
     folder = RunFolder(settings.output.resolve())
-    seen = forecast.foresee(settings, folder, verifiers.spec_of(settings, model))
+    spec = verifiers.spec_of(settings, model)
+    seen = forecast.foresee(settings, folder, spec)
+    probe = {}
+    if measure and seen.fits and seen.tokens:
+        from truetap.pipeline import speed_probe
+
+        measured = speed_probe.measure(settings, folder, spec, console)
+        console.print(measured.told(), highlight=False)
+        seen = replace(
+            seen,
+            tokens_per_second=measured.tokens / measured.seconds,
+            measured_tokens=measured.tokens,
+        )
+        probe = {"probe": measured.as_dict()}
     if as_json:
-        click.echo(json.dumps(seen.as_dict(), indent=1))
+        click.echo(json.dumps(seen.as_dict() | probe, indent=1))
     else:
         for line in seen.told():
             console.print(line, highlight=False, markup=False)

@@ -5,8 +5,16 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from truetap.harness.errors import UsageError
 
@@ -82,6 +90,19 @@ class Gate(_Table):
     """Use these in place of one of the run's own; one good one is enough."""
 
 
+def _server_url(address: str) -> str:
+    """Return a server's address without a final slash; never repeat one that may hold a key."""
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError('write it as "http://host:port/v1"')
+    if parts.username or parts.password or parts.query or parts.fragment:
+        raise ValueError("a key does not belong into an address: name its variable in server_key")
+    return address.rstrip("/")
+
+
+_SERVER = {"server", "server_model", "server_key", "server_requests", "server_deadline_s"}
+
+
 class Data(_Table):
     """Questions, and how the verifier answers them."""
 
@@ -103,21 +124,38 @@ class Data(_Table):
     """Questions kept out of everything, the draft vocabulary included, for evaluation."""
     max_answer_tokens: Positive = 96
     temperature: Annotated[float, Field(ge=0)] = 0.7
+    server: Annotated[str, AfterValidator(_server_url)] | None = None
+    """Address of an OpenAI-compatible server that answers in place of an engine of our own, such as
+    ``http://host:8000/v1``. It must serve this verifier and tell token ids: docs/data.md."""
+    server_model: str | None = None
+    """What the server calls the verifier. Default: the only model that it has."""
+    server_key: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")] | None = None
+    """The environment variable that holds the server's API key, never the key itself."""
+    server_requests: Positive = 64
+    """How many requests the server is given at a time."""
+    server_deadline_s: Positive = 600
+    """Longest wait for one answer, all its attempts included."""
 
     @model_validator(mode="after")
     def _answers_of_something(self) -> Data:
         if self.answers == "given" and self.questions is None:
             raise ValueError('answers = "given" needs data.questions: docstrings have no answers')
+        if self.answers == "given" and self.server is not None:
+            raise ValueError('answers = "given" asks no server: leave data.server out')
+        if self.server is None and (idle := self.model_fields_set & _SERVER - {"server"}):
+            raise ValueError(f"{', '.join(sorted(idle))} without data.server does nothing")
         return self
 
     def facts(self) -> dict[str, object]:
         """Return what conversations depend on; of later settings only those that are in use.
 
-        So a run folder that was made before they existed can be continued.
+        So a run folder that was made before they existed can be continued. Of a server only that
+        one answers: it may move to another address before a run is finished.
         """
         later = ("part", "answers", "loss_on", "too_long")
         unused = {name for name in later if getattr(self, name) == Data.model_fields[name].default}
-        return self.model_dump(mode="json", exclude=unused)
+        served = {"answered_by": "a server"} if self.server else {}
+        return self.model_dump(mode="json", exclude=unused | _SERVER) | served
 
 
 class Extract(_Table):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,8 @@ class Facts:
     verifier: str
     twice: bool
     """Whether a caller who tokenises rendered text as usual gets a second BOS."""
+    servers: Sequence[Mapping[str, Any]] = ()
+    """What was seen of the servers that answered (``server_check.Seen``)."""
 
 
 def frequencies(training: Iterable[Conversation]) -> dict[str, Any]:
@@ -58,8 +60,8 @@ def text(config: RunConfig, facts: Facts, conversations: Sequence[Conversation])
     answers = (
         "as the data set gives them"
         if data.answers == "given"
-        else f"by {facts.verifier} itself, at temperature {data.temperature:g}, at most "
-        f"{data.max_answer_tokens} tokens each"
+        else f"by {facts.verifier} {'behind a server' if facts.servers else 'itself'}, at "
+        f"temperature {data.temperature:g}, at most {data.max_answer_tokens} tokens each"
     )
     learnt = "all answers" if data.loss_on == "answers" else "the last answer of each conversation"
     heldout = sum(c.split == "heldout" for c in chosen.chosen)
@@ -80,6 +82,8 @@ def text(config: RunConfig, facts: Facts, conversations: Sequence[Conversation])
         "",
         *_left_out(facts),
     ]
+    if facts.servers:
+        lines += ["", "## Answered by a server", "", *_servers(facts)]
     if facts.twice:
         lines += ["", TWICE]
     return "\n".join(lines) + "\n"
@@ -90,6 +94,25 @@ def _split_row(split: str, conversations: Sequence[Conversation]) -> str:
     tokens = sum(len(c.token_ids) for c in mine)
     learnt = sum(sum(c.loss_mask) for c in mine)
     return f"| {split} | {len(mine):,} | {tokens:,} | {learnt:,} |"
+
+
+def _servers(facts: Facts) -> list[str]:
+    """Tell what each server showed of itself, and what none can."""
+    lines = []
+    for seen in facts.servers:
+        root = f" (from {seen['root']})" if seen["root"] not in ("", seen["model"]) else ""
+        version = f", version {seen['version']}" if seen["version"] else ""
+        lines += [
+            f"- {seen['url']}{version}: model {seen['model']}{root}",
+            f"    - its rendering of chats: {seen['rendering']}",
+        ]
+    proven = (
+        "Prompts went to it as token ids and answers came back as token ids; every reply's prompt "
+        "was compared with what was sent, every answer's text with its ids. NOT proven: that its "
+        f"weights are those of {facts.verifier}; a server does not show them. The hidden states "
+        "are the verifier's own in any case: extraction captures these ids anew."
+    )
+    return [*lines, "", proven]
 
 
 def _left_out(facts: Facts) -> list[str]:

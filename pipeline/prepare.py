@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -99,17 +100,49 @@ def _have_answered(
 ) -> None:
     if config.data.loss_on == "answers" and any(q.questions > 1 for q in missing):
         chat.require_kept_turns(tokenizer)
-    console.print(f"starting vLLM to answer {len(missing)} questions", highlight=False)
     with (
-        VllmEngine(_engine(config, model), log=folder.logs / "prepare.log") as engine,
+        _answering(config, folder, model, tokenizer, missing, console) as generate,
         bar(console, "answers", wanted, done=wanted - len(missing)) as progress,
     ):
-        generate = partial(engine.generate, in_flight=4 * config.capture.max_num_seqs)
         started, tokens = time.monotonic(), 0
         for answered in answering.answer(config, tokenizer, generate, missing):
             _keep(config, folder, tokenizer, answered)
             tokens += len(answered.finished.token_ids)
             progress.advance(note=f"{tokens / (time.monotonic() - started):,.0f} tokens/s")
+
+
+@contextmanager
+def _answering(
+    config: RunConfig,
+    folder: RunFolder,
+    model: Path,
+    tokenizer: Any,
+    missing: Sequence[Chosen],
+    console: Console,
+) -> Iterator[answering.Generate]:
+    """Start an engine, or examine the server that answers in its place."""
+    if config.data.server is None:
+        console.print(f"starting vLLM to answer {len(missing)} questions", highlight=False)
+        with VllmEngine(_engine(config, model), log=folder.logs / "prepare.log") as engine:
+            yield partial(engine.generate, in_flight=4 * config.capture.max_num_seqs)
+        return
+    from truetap.pipeline import server_check
+    from truetap.pipeline.completion_server import CompletionServer
+
+    data, vocab_size = config.data, verifier.describe(model).vocab_size
+    with CompletionServer(
+        config.data.server,
+        key=server_check.key_of(data),
+        in_flight=data.server_requests,
+        deadline_s=data.server_deadline_s,
+        say=partial(console.print, style="yellow", highlight=False, markup=False),
+    ) as server:
+        seen = server_check.examine(server, config, tokenizer, missing, vocab_size=vocab_size)
+        if seen.as_dict() not in run_folder.read_lines(folder.servers):
+            run_folder.append_line(folder.servers, seen.as_dict())
+        told = f"{seen.url} answers {len(missing)} questions as {seen.model}; its rendering of "
+        console.print(f"{told}chats is {seen.rendering}", highlight=False, markup=False)
+        yield partial(server.generate, model=seen.model, vocab_size=vocab_size)
 
 
 def _keep(config: RunConfig, folder: RunFolder, tokenizer: Any, answered: Answered) -> None:
@@ -284,7 +317,11 @@ def _tell(
     training = [c for c in conversations if c.split == "train"]
     run_folder.write_json(folder.frequencies, dataset_card.frequencies(training))
     facts = dataset_card.Facts(
-        chosen, left_out, verifier.describe(model).name, twice=chat.adds_bos_again(tokenizer)
+        chosen,
+        left_out,
+        verifier.describe(model).name,
+        twice=chat.adds_bos_again(tokenizer),
+        servers=run_folder.read_lines(folder.servers),
     )
     text = dataset_card.text(config, facts, conversations)
     run_folder.write_bytes(folder.card, text.encode())

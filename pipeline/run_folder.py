@@ -51,6 +51,11 @@ class RunFolder:
         return self.root / "dropped.jsonl"
 
     @property
+    def servers(self) -> Path:
+        """What was seen of the servers that answered; absent unless one did."""
+        return self.root / "servers.jsonl"
+
+    @property
     def card(self) -> Path:
         """What the conversations were made from, for people."""
         return self.root / "README.md"

@@ -5,8 +5,12 @@ from __future__ import annotations
 import io
 import json
 import sysconfig
+import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -170,3 +174,128 @@ def trained() -> Any:
     made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", bos_token="<s>")
     made.chat_template = CHATML
     return made
+
+
+GIVES_UP_S = 10.0
+"""How long the server below hangs: a client without deadlines fails its test, and in time."""
+
+
+class FakeServer(ThreadingHTTPServer):
+    """An OpenAI-compatible server on a port of its own; ``faults`` befall its next completions."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
+        self.models: list[dict[str, Any]] = [{"id": "tiny", "root": "org/Tiny"}]
+        self.answer: Callable[[list[int]], tuple[list[int], str]] = lambda _: ([1, 2, 3], "a b c")
+        self.render: Callable[[list[dict[str, str]]], list[int]] | None = None
+        self.faults: deque[str] = deque()
+        self.change: Callable[[dict[str, Any]], Any] = lambda reply: reply
+        """Done to every completion before it is sent."""
+        self.asked: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
+        self.released = threading.Event()
+        """Set when the test is over: what hangs then ends."""
+        self.meeting: threading.Barrier | None = None
+        self.working = self.most = 0
+        self.lock = threading.Lock()
+
+    def handle_error(self, *_: object) -> None:
+        """Say nothing of clients that went away."""
+
+    def completion(self, body: dict[str, Any]) -> Any:
+        with self.lock:
+            self.asked.append(body)
+            self.working += 1
+            self.most = max(self.most, self.working)
+        if self.meeting is not None:
+            self.meeting.wait(timeout=20)
+        ids, text = self.answer(body["prompt"])
+        ids = ids[: body["max_tokens"]]
+        choice = {
+            "index": 0,
+            "text": text,
+            "finish_reason": "stop" if len(ids) < body["max_tokens"] else "length",
+            "prompt_token_ids": body["prompt"],
+            "token_ids": ids,
+        }
+        with self.lock:
+            self.working -= 1
+        return self.change({"object": "text_completion", "choices": [choice]})
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FakeServer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.server.keys.add(self.headers["Authorization"])
+        if self.path == "/v1/models":
+            self._send(200, {"data": self.server.models})
+        elif self.path == "/version":
+            self._send(200, {"version": "0.32.0"})
+        else:
+            self._send(404, {"detail": "Not Found"})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.keys.add(self.headers["Authorization"])
+        if self.path == "/tokenize" and self.server.render is not None:
+            self._send(200, {"tokens": self.server.render(body["messages"])})
+        elif self.path != "/v1/completions":
+            self._send(404, {"detail": "Not Found"})
+        elif self.server.faults:
+            self._fail(self.server.faults.popleft(), body)
+        else:
+            self._send(200, self.server.completion(body))
+
+    def _fail(self, fault: str, body: dict[str, Any]) -> None:
+        self.close_connection = True
+        if fault == "hang":
+            self.server.released.wait(GIVES_UP_S)
+        elif fault == "trickle":
+            self._head(200, 10**9)
+            ends = time.monotonic() + GIVES_UP_S
+            while not self.server.released.wait(0.01) and time.monotonic() < ends:
+                self.wfile.write(b" ")
+                self.wfile.flush()
+        elif fault == "drop":
+            whole = json.dumps(self.server.completion(body)).encode()
+            self._head(200, len(whole))
+            self.wfile.write(whole[: len(whole) // 2])
+        elif fault == "abort":
+            self._send(200, {"choices": [{"text": "", "finish_reason": "abort"}]})
+        elif fault == "html":
+            self._head(200, 6)
+            self.wfile.write(b"<html>")
+        else:
+            self._send(int(fault), {"error": {"message": f"because\nof {fault}"}})
+
+    def _head(self, status: int, length: int) -> None:
+        self.send_response(status)
+        if status == 429:
+            self.send_header("Retry-After", "0")
+        if self.close_connection:
+            self.send_header("Connection", "close")  # else the client may use it once more
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+
+    def _send(self, status: int, value: Any) -> None:
+        data = json.dumps(value).encode()
+        self._head(status, len(data))
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def served() -> Iterator[FakeServer]:
+    """A server that answers, until it is told to do something else."""
+    with FakeServer() as made:
+        threading.Thread(target=made.serve_forever, args=(0.02,), daemon=True).start()
+        yield made
+        made.released.set()
+        made.shutdown()

@@ -76,11 +76,21 @@ def test_what_is_not_toml_is_refused(tmp_path: Path, content: bytes) -> None:
         ),
         ("[capture]\nexpert_parallel = true", "capture.expert_parallel: Extra inputs"),
         ('[gate]\nprofile = "none"', "gate.profile: "),
+        ('[data]\nserver = "localhost:8000"', "data.server: Value error, write it as"),
+        ('[data]\nserver = "http://u:s3cret@host/v1"', "data.server: Value error, a key does not"),
+        ('[data]\nserver = "http://host/v1?key=s3cret"', "data.server: Value error, a key does"),
+        ('[data]\nserver = "http://host/v1"\nserver_key = "sk-s3cret"', "data.server_key: "),
+        ("[data]\nserver_requests = 3", "data: Value error, server_requests without data.server"),
+        (
+            '[data]\nquestions = "q"\nanswers = "given"\nserver = "http://host/v1"',
+            'data: Value error, answers = "given" asks no server',
+        ),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_table(tmp_path: Path, added: str, named: str) -> None:
     error = refusal(tmp_path, SMALLEST + added)
     assert f": {named}" in str(error)
+    assert "s3cret" not in str(error), "a key is repeated where anybody may read it"
     assert "pipeline/config.py" in error.remedy
 
 
@@ -88,6 +98,17 @@ def test_one_stage_and_one_replica_may_be_said(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(SMALLEST + "[capture]\npipeline_parallel_size = 1\ndata_parallel_size = 1")
     assert config.load(path).capture == config.Capture()
+
+
+def test_a_run_is_bound_to_a_server_but_not_to_its_address(tmp_path: Path) -> None:
+    def facts(settings: str) -> dict[str, object]:
+        path = tmp_path / "run.toml"
+        path.write_text(f"{SMALLEST}[data]\n{settings}")
+        return config.load(path).data.facts()
+
+    here, there = facts('server = "http://a:1/v1/"'), facts('server = "https://b/v1"')
+    assert here == there
+    assert here == facts("") | {"answered_by": "a server"}
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32])
