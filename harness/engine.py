@@ -361,6 +361,10 @@ def _log_to(log: Path) -> None:
             logger.handlers = [handler]
 
 
+_FEW_CORES = 8
+"""A machine of no more gives all of them to the model."""
+
+
 @contextmanager
 def _environment(tensor_parallel_size: int, *, eager: bool, kind: Kind = "llm") -> Iterator[None]:
     """Set vLLM's environment, where the user has not, while its processes start and inherit it."""
@@ -378,7 +382,9 @@ def _environment(tensor_parallel_size: int, *, eager: bool, kind: Kind = "llm") 
         # that a bare machine need not have.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
     cores = sorted(os.sched_getaffinity(0))
-    if tensor_parallel_size > 1 and (share := len(cores) // tensor_parallel_size):
+    # Left to itself, vLLM keeps a core for its scheduler: half of a machine that has two.
+    few = tensor_parallel_size > 1 or len(cores) <= _FEW_CORES
+    if few and (share := len(cores) // tensor_parallel_size):
         ranks = [cores[i * share : (i + 1) * share] for i in range(tensor_parallel_size)]
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, own)) for own in ranks)
     added = {name: value for name, value in wanted.items() if name not in os.environ}
