@@ -51,6 +51,8 @@ class Measured:
     """The most that the engine's processes held meanwhile, private memory."""
     grew_mib: float
     """By how much that is more than before the pass."""
+    tail_s: float = 0.0
+    """From the engine's last request to the end: what the disk and the checks still took."""
     waited_s: float = 0.0
     most_staged_mib: float = 0.0
 
@@ -58,6 +60,16 @@ class Measured:
     def rate(self) -> float:
         """Return tokens per second."""
         return self.tokens / self.seconds
+
+
+class Watched(Pace):
+    """Notes when the engine finished its last request."""
+
+    last = 0.0
+
+    def advanced(self) -> None:
+        """Note the time."""
+        self.last = time.monotonic()
 
 
 class Memory:
@@ -123,13 +135,14 @@ class Subject:
     def measure(self, prompts: list[tuple[int, ...]]) -> Measured:
         """Run all prompts once."""
         memory = Memory(self._processes)
-        pace = Pace()
+        pace = Watched()
         began = time.monotonic()
         if self.variant == "plain":
             self._prefill(prompts)
         else:
             self._extract(prompts, pace)
-        seconds = time.monotonic() - began
+        ended = time.monotonic()
+        seconds = ended - began
         memory.stop()
         status = pace.progress.status
         return Measured(
@@ -138,6 +151,7 @@ class Subject:
             sum(map(len, prompts)),
             memory.most,
             memory.most - memory.first,
+            ended - pace.last if pace.last else 0.0,
             status.waited_s,
             status.most_staged / 2**20,
         )
@@ -146,7 +160,7 @@ class Subject:
         requests = [CaptureRequest(str(n), ids) for n, ids in enumerate(prompts)]
         assert len(self._session.capture(requests).captures) == len(prompts)
 
-    def _extract(self, prompts: list[tuple[int, ...]], pace: Pace) -> None:
+    def _extract(self, prompts: list[tuple[int, ...]], pace: Watched) -> None:
         folder = Path(tempfile.mkdtemp(dir=self._given.folder or self._scratch))
         store = Store(folder)
         conversations = [Conversation(f"c{n}", "train", ids, 1) for n, ids in enumerate(prompts)]
@@ -197,7 +211,7 @@ def measured(given: argparse.Namespace, variants: list[str]) -> list[Measured]:
                     )
                     for _ in range(given.passes):
                         passes.append(one := subject.measure(prompts))
-                        told = f"{variant}: {one.rate:,.0f} tokens/s, waited {one.waited_s:.2f} s"
+                        told = f"{variant}: {one.rate:,.0f} tokens/s, tail {one.tail_s:.2f} s"
                         print(told, file=sys.stderr, flush=True)
     return passes
 
@@ -226,6 +240,7 @@ def summary(passes: list[Measured], variants: list[str]) -> dict[str, Any]:
         mine = [one for one in passes if one.variant == variant]
         told[variant] = {
             "tokens_per_second": round(statistics.median(rates[variant])),
+            "tail_s": round(max(one.tail_s for one in mine), 3),
             "waited_s": round(max(one.waited_s for one in mine), 3),
             "most_staged_mib": round(max(one.most_staged_mib for one in mine), 1),
             "grew_mib": round(max(one.grew_mib for one in mine), 1),

@@ -111,6 +111,9 @@ def arguments_of(spec: EngineSpec) -> dict[str, Any]:
         "seed": spec.seed,
         "skip_tokenizer_init": True,
     }
+    if spec.tensor_parallel_size > 1:
+        # What vLLM takes by itself, but in a Ray actor, where it would ask Ray for more processes.
+        arguments["distributed_executor_backend"] = "mp"
     if spec.kv_cache_blocks is not None:
         arguments["num_gpu_blocks_override"] = spec.kv_cache_blocks
         arguments["disable_log_stats"] = False  # counts preemptions

@@ -301,8 +301,12 @@ def prepare(stage: Stage) -> None:
 @app.command()
 @CONFIG
 @ALLOW_UNCERTIFIED
+@cli_engine.RAY
+@cli_engine.ENGINES
 @_stage
-def extract(stage: Stage, allow_uncertified: str | None) -> None:
+def extract(
+    stage: Stage, allow_uncertified: str | None, ray: str | None, engines: int | None
+) -> None:
     """Capture the conversations into verified shards, if the gate allows it.
 
     Meanwhile samples are captured again by transformers and compared; a miss ends it with exit code
@@ -316,6 +320,7 @@ def extract(stage: Stage, allow_uncertified: str | None) -> None:
         stage.spec,
         stage.console,
         allow_uncertified=allow_uncertified,
+        cluster=cli_engine.cluster_of(ray, engines),
     )
 
 

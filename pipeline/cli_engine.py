@@ -1,4 +1,4 @@
-"""Verbs about engines: what a release's replies are, and recordings of real ones."""
+"""Verbs about engines: what a release's replies are, recordings of real ones; where engines run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,35 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import Console
+
+    from truetap.pipeline.extract import Cluster
+
+RAY = click.option(
+    "--ray",
+    metavar="ADDRESS",
+    help="Run several engines on a Ray cluster: 'auto' (the one this machine is part of), "
+    "HOST:PORT, ray://HOST:PORT, or 'local', which starts one here. Needs the extra 'ray', and run "
+    "folder and verifier under the same path on every node (docs/scale.md).",
+)
+ENGINES = click.option(
+    "--engines",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="How many engines --ray starts. Default: as many as there are GPUs for, or one a node.",
+)
+
+
+def cluster_of(address: str | None, engines: int | None) -> Cluster | None:
+    """Return where engines are to run, from ``--ray`` and ``--engines``; None: here."""
+    from truetap.pipeline.extract import Cluster
+
+    if address is not None:
+        return Cluster(address, engines)
+    if engines:
+        raise UsageError(
+            "--engines is about engines on Ray", remedy="give --ray too: --ray local, for example"
+        )
+    return None
 
 
 def _console(*, quiet: bool = False) -> Console:

@@ -39,12 +39,14 @@ def extract(
     *,
     allow_uncertified: str | None = None,
     checker: Callable[[], Checker] | None = None,
+    cluster: Cluster | None = None,
 ) -> None:
     """Capture every conversation that has no verified shard yet.
 
     The gate is asked with the facts of the workers that will do it, before the first prompt and
     again before each shard. If it denies, ``allow_uncertified``, a reason, lets the run go on.
-    ``checker`` captures samples again meanwhile; by default an ``Auditor``.
+    ``checker`` captures samples again meanwhile; by default an ``Auditor``. With ``cluster`` the
+    engines run on Ray, several of them; without, one runs here.
     """
     facts = facts_of(config, Path(spec.model))
     folder.claim("capture", facts | config.extract.facts())
@@ -71,9 +73,15 @@ def extract(
         audit.begin([job.name for job in todo])
         if todo:
             _require_space(store, todo, spec)
-            _Extraction(
+            extraction = Extraction(
                 config, folder, spec, console, store, audit, facts, allow_uncertified
-            ).capture(todo, len(conversations))
+            )
+            if cluster is None:
+                extraction.capture(todo, len(conversations))
+            else:
+                from truetap.pipeline import scale
+
+                scale.capture(extraction, todo, len(conversations), cluster)
         audit.settle()
     if todo and config.audit.enabled:
         console.print(audit.told(), highlight=False)
@@ -91,7 +99,17 @@ def _auditor(config: RunConfig, folder: RunFolder, spec: EngineSpec) -> Auditor:
 
 
 @dataclass(frozen=True)
-class _Extraction:
+class Cluster:
+    """Where to start several engines."""
+
+    address: str
+    """``local`` starts Ray on this machine; else as in ``ray.init``."""
+    engines: int | None = None
+    """How many; None: as many as there is room for."""
+
+
+@dataclass(frozen=True)
+class Extraction:
     """What every shard of one extraction is made with."""
 
     config: RunConfig
@@ -107,15 +125,11 @@ class _Extraction:
         """Start the engine, ask the gate, make the shards."""
         console, adapter = self.console, self.config.capture.adapter
         done = total - sum(len(job.conversations) for job in todo)
-        console.print(f"to be captured: {plan.told(*_sizes(todo, self.spec))}", highlight=False)
+        console.print(f"to be captured: {plan.told(*sizes(todo, self.spec))}", highlight=False)
         console.print("starting vLLM to capture", highlight=False)
-        session = _opened(adapter, self.spec, self.folder.logs / "extract")
-        with closing(session):
-            if not isinstance(session, Extracting):
-                raise UsageError(
-                    f"adapter {adapter!r} cannot write shards",
-                    remedy="use vllm_native, or vllm_rpc, for extraction",
-                )
+        opened_session = opened(adapter, self.spec, self.folder.logs / "extract")
+        with closing(opened_session):
+            session = extracting(opened_session, adapter)
             environment = session.environment()
             keeper = Gatekeeper(
                 self.config, self.folder, environment.binding, self.allow_uncertified, console
@@ -126,7 +140,7 @@ class _Extraction:
                 pace = _Shown(progress)
                 try:
                     made = make_shards(
-                        session, todo, self.store.folder, pace, self._pool, self.facts, environment
+                        session, todo, self.store.folder, pace, self.pool, self.facts, environment
                     )
                     for count, one in enumerate(made, start=1):
                         entry = one.entry | keeper.standing() | self.audit.promise
@@ -137,9 +151,20 @@ class _Extraction:
                     forecast.record_speed(self.folder, self.config, pace.tokens, pace.seconds)
 
     @property
-    def _pool(self) -> Pool:
+    def pool(self) -> Pool:
+        """Memory and threads of each engine's first worker."""
         settings = self.config.extract
         return Pool(settings.staging_mib << 20, settings.writers)
+
+
+def extracting(session: Session, adapter: str) -> Extracting:
+    """Return a session that can write shards; ``UsageError`` if it cannot."""
+    if not isinstance(session, Extracting):
+        raise UsageError(
+            f"adapter {adapter!r} cannot write shards",
+            remedy="use vllm_native, or vllm_rpc, for extraction",
+        )
+    return session
 
 
 class _Shown(Pace):
@@ -202,18 +227,18 @@ def _without_certificate(
 
 def _require_space(store: Store, todo: Sequence[Job], spec: EngineSpec) -> None:
     """Refuse before the first prompt if the shards cannot fit on the disk."""
-    need = plan.capture_bytes(*_sizes(todo, spec))
+    need = plan.capture_bytes(*sizes(todo, spec))
     plan.require_space(need, shutil.disk_usage(store.folder).free, store.folder)
 
 
-def _sizes(todo: Sequence[Job], spec: EngineSpec) -> tuple[int, int, int, str]:
+def sizes(todo: Sequence[Job], spec: EngineSpec) -> tuple[int, int, int, str]:
     """Return tokens, states, width and dtype of what is to be captured."""
     tokens = sum(len(c.token_ids) for job in todo for c in job.conversations)
     width = verifier.describe(Path(spec.model)).hidden_size
     return tokens, len(spec.boundaries), width, spec.dtype
 
 
-def _opened(adapter: str, spec: EngineSpec, scratch: Path) -> Session:
+def opened(adapter: str, spec: EngineSpec, scratch: Path) -> Session:
     """Start the engine; if it refuses for want of cache, say whether it prices that rightly."""
     try:
         return registry.find(adapter).open(spec, scratch=scratch)

@@ -63,9 +63,12 @@ class Gatekeeper:
         binding: Mapping[str, Any],
         reason: str | None,
         console: Console,
+        *,
+        begun: bool = False,
     ) -> None:
+        """``begun``: others' shards are there already, so a denial concerns the rest only."""
         self._config, self._folder, self._binding = config, folder, binding
-        self._reason, self._console = reason, console
+        self._reason, self._console, self._begun = reason, console, begun
         self._told: gate.Decision | None = None
 
     def standing(self) -> dict[str, Any]:
@@ -78,7 +81,7 @@ class Gatekeeper:
         first, news = self._told is None, decision != self._told
         self._told = decision
         if self._reason is None:
-            if first:
+            if first and not self._begun:
                 require_allowed(decision, self._console)
             _require_still_allowed(decision)
         elif news:

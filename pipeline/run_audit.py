@@ -41,7 +41,8 @@ class _Pending:
     entry: Line
     sample: Mapping[str, Any]
     group: Sequence[Line]
-    """The shards since the one before, this one last: those it answers for."""
+    """The shards of the same engine since the one before, this one last: it answers for those."""
+    engine: str = ""
 
 
 class RunAudit:
@@ -62,8 +63,8 @@ class RunAudit:
         self._log = AuditLog(store)
         self._checker: Checker | None = None
         self._pending: _Pending | None = None
-        self._since: list[Line] = []
-        self._begun = False
+        self._since: dict[str, list[Line]] = {}
+        self._begun: set[str] = set()
         self._missed: tuple[_Pending, Finding] | None = None
         self._passed = 0
         self._waited = 0.0
@@ -75,6 +76,10 @@ class RunAudit:
             return {}
         rate = self._settings.model_dump(include={"every_shards", "samples", "max_tokens"})
         return {"audit": {**rate, "passed_before": self._passed}}
+
+    def promise_of(self, engine: str) -> dict[str, Any]:
+        """Return the same for a shard of one of several engines."""
+        return {name: {**held, "engine": engine} for name, held in self.promise.items()}
 
     def recover(self) -> None:
         """Finish what an interruption prevented after a miss: set the shards aside.
@@ -111,23 +116,34 @@ class RunAudit:
             self._checker = self._start()
         if unproven:
             self._say(f"audit: {_count(unproven)} captured after the last audit", "yellow")
-            self._submit(unproven)
+            for group in _by_engine(unproven):
+                self._wait()
+                if self._missed:
+                    break
+                self._submit(group)
         if coming and not self._settings.enabled:
             self._say("audit: switched off, so nothing is captured again", "yellow")
 
-    def published(self, entry: Line, *, last: bool) -> bool:
-        """Count a finished shard; audit it if its turn has come. False: stop, and ``settle``."""
+    def published(self, entry: Line, *, last: bool, engine: str = "") -> bool:
+        """Count a finished shard; audit it if its turn has come. False: stop, and ``settle``.
+
+        Of several engines one may turn wrong while the others are right, so each has audits of its
+        own; with the ``last`` shard of all, every engine's rest gets one.
+        """
         if not self._settings.enabled:
             return True
         assert self._checker is not None
-        self._since.append(entry)
+        since = self._since.setdefault(engine, [])
+        since.append(entry)
         if self._pending and (finding := self._checker.finished()):
             self._judge(finding)
-        if last or not self._begun or len(self._since) >= self._settings.every_shards:
+        due = engine not in self._begun or len(since) >= self._settings.every_shards
+        for name in [*self._since] if last else [engine] if due else []:
             self._wait()
-            if not self._missed:
-                self._submit(self._since)
-                self._since, self._begun = [], True
+            if self._missed:
+                break
+            self._submit(self._since.pop(name), name)
+            self._begun.add(name)
         return self._missed is None
 
     def settle(self) -> None:
@@ -143,12 +159,12 @@ class RunAudit:
         if self._checker:
             self._checker.close()
 
-    def _submit(self, group: Sequence[Line]) -> None:
+    def _submit(self, group: Sequence[Line], engine: str = "") -> None:
         """Start the audit of the last of some shards."""
         assert self._checker is not None
         task, sample = self._task(group[-1])
         self._checker.submit(task)
-        self._pending = _Pending(group[-1], sample, tuple(group))
+        self._pending = _Pending(group[-1], sample, tuple(group), engine)
 
     def _task(self, entry: Line) -> tuple[Task, dict[str, Any]]:
         """Draw requests of a shard; nobody can tell which before its states are written."""
@@ -208,7 +224,7 @@ class RunAudit:
     def _stop(self, missed: _Pending, finding: Finding) -> NoReturn:
         """Name the first bad shard, set it and all after it aside, end the run."""
         index, finding = self._first_bad(missed, finding)
-        bad = [*missed.group[index:], *self._since]
+        bad = [*missed.group[index:], *self._since.get(missed.engine, ())]
         first = bad[0]["shard"]
         aside = self._set_aside(bad, f"{first}: {finding.saw}")
         raise CheckFailed(
@@ -234,6 +250,14 @@ class RunAudit:
 
     def _say(self, text: str, style: str) -> None:
         self._console.print(text, style=style, highlight=False, markup=False)
+
+
+def _by_engine(entries: Iterable[Line]) -> list[list[Line]]:
+    """Return the shards of each engine, in the order of writing: one cannot vouch for another."""
+    groups: dict[str, list[Line]] = {}
+    for entry in entries:
+        groups.setdefault(entry["audit"].get("engine", ""), []).append(entry)
+    return list(groups.values())
 
 
 def _count(shards: Sequence[Any]) -> str:

@@ -116,12 +116,18 @@ def make_shards(
 
     with ThreadPoolExecutor(pool.threads, "truetap-read-back") as readers:
         proving: deque[Future[Made]] = deque()
-        for written in session.extract(orders(), pace.progress, pool):
-            proving.append(readers.submit(prove, written))
-            while proving and (proving[0].done() or len(proving) > 2 * pool.threads):
-                yield proving.popleft().result()
+        failed: Exception | None = None
+        try:
+            for written in session.extract(orders(), pace.progress, pool):
+                proving.append(readers.submit(prove, written))
+                while proving and (proving[0].done() or len(proving) > 2 * pool.threads):
+                    yield proving.popleft().result()
+        except Exception as error:  # what is complete is kept first
+            failed = error
         while proving:
             yield proving.popleft().result()
+        if failed:
+            raise failed
 
 
 def _entry(

@@ -149,9 +149,16 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         if self.staging is None:
             return
         for order in meta.orders:
-            self.staging.put(order.key, 0, order.token_ids, partial(self._rows, order.block_ids))
+            rows = partial(self._rows, self._indices(order.block_ids))
+            self.staging.put(order.key, 0, order.token_ids, rows)
 
-    def _rows(self, block_ids: list[int], start: int, end: int) -> torch.Tensor:
+    def _indices(self, block_ids: list[int]) -> torch.Tensor:
+        """Return block ids on the cache's device. From unpinned memory this would wait for it."""
+        assert self._cache is not None
+        indices = torch.tensor(block_ids, pin_memory=self._cache.is_cuda)
+        return indices.to(self._cache.device, non_blocking=True)
+
+    def _rows(self, blocks: torch.Tensor, start: int, end: int) -> torch.Tensor:
         """Return rows of a request, ``[end - start, boundaries, hidden]``, never a view.
 
         On a GPU the copy is queued behind this step and before the next one, which may give the
@@ -160,9 +167,8 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._cache is not None
         first = start // self._block_size
         last = -(-end // self._block_size)
-        blocks = torch.tensor(block_ids[first:last], device=self._cache.device)
         skipped = start - first * self._block_size
-        rows = self._cache.index_select(0, blocks).flatten(0, 1)
+        rows = self._cache.index_select(0, blocks[first:last]).flatten(0, 1)
         return rows[skipped : skipped + end - start]
 
 

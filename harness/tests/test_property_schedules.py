@@ -361,8 +361,8 @@ def mutants() -> dict[str, Any]:
             super().__init__(*arguments)
             self._group = 0
 
-        def _rows(self, block_ids: Any, start: int, end: int) -> Any:
-            return super()._rows([block - 1001 for block in block_ids], start, end)
+        def _rows(self, blocks: Any, start: int, end: int) -> Any:
+            return super()._rows(blocks - 1001, start, end)
 
     class CopiesWhenAsked(CaptureConnector):
         """As a capture would that hands the blocks to a reader of its own."""
@@ -374,16 +374,16 @@ def mutants() -> dict[str, Any]:
 
         def flush(self) -> None:
             for order in self.late:
-                rows = partial(self._rows, order.block_ids)
+                rows = partial(self._rows, self._indices(order.block_ids))
                 self.staging.put(order.key, 0, order.token_ids, rows)  # type: ignore[union-attr]
 
     class WholeBlocks(CaptureConnector):
-        def _rows(self, block_ids: Any, start: int, end: int) -> Any:
-            return super()._rows(block_ids, start, -(-end // self._block_size) * self._block_size)
+        def _rows(self, blocks: Any, start: int, end: int) -> Any:
+            return super()._rows(blocks, start, -(-end // self._block_size) * self._block_size)
 
     class FirstPieceOnly(CaptureConnector):
-        def _rows(self, block_ids: Any, start: int, end: int) -> Any:
-            return super()._rows(block_ids, 0, end - start)
+        def _rows(self, blocks: Any, start: int, end: int) -> Any:
+            return super()._rows(blocks, 0, end - start)
 
     kinds = [kind for kind in locals().values() if isinstance(kind, type)]
     return {kind.__name__: kind for kind in kinds if kind.__base__ is CaptureConnector}

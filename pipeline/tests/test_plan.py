@@ -94,7 +94,7 @@ def test_extraction_says_so(
     monkeypatch.setattr(registry, "find", lambda _: SimpleNamespace(open=fails))
     spec = EngineSpec(str(paper_verifier), boundaries=(2, 6, 9, 12))
     with pytest.raises(CouldNotRun, match=f"{needed} GiB KV cache.*{said}") as failed:
-        extract._opened("vllm_native", spec, tmp_path)
+        extract.opened("vllm_native", spec, tmp_path)
     assert (failed.value.remedy == "see the log") == (not said)
 
 

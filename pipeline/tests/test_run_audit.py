@@ -445,7 +445,7 @@ def test_extraction_stops_at_a_fault_keeps_what_is_good_and_then_finishes(
         opened.append(turning(without_engine, spec, tmp_path, path.fault, path.after))
         return opened[-1]
 
-    monkeypatch.setattr(extract, "_opened", open_turning)
+    monkeypatch.setattr(extract, "opened", open_turning)
     with pytest.raises(CheckFailed) as missed:
         extract.extract(config, folder, spec, console, checker=lambda: Inline(spec))
     # 2 was the first bad one, 3 is audited; some are made meanwhile, and none is recorded.
@@ -483,3 +483,67 @@ FACTS: dict[str, Any] = {
     "boundaries": list(BOUNDARIES),
     "dtype": "bfloat16",
 }
+
+
+# --- several engines ---------------------------------------------------------------------------
+
+
+def on_engines(
+    made: Run, checker: Scripted, engines: str, *, stop_after: int | None = None
+) -> RunAudit:
+    """Make shard n on the engine ``engines[n]``; killed ``stop_after`` so many."""
+    made.folder.mkdir(exist_ok=True)
+    audit = made.audit(checker)
+    todo = extract._unfinished(made.store, made.jobs, made.console)
+    audit.begin([job.name for job in todo])
+    audit.settle()
+    for count, (job, engine) in enumerate(zip(todo, engines, strict=False), start=1):
+        entry = made.write(job, audit.promise_of(engine))
+        if count == stop_after:
+            return audit
+        if not audit.published(entry, last=count == len(todo), engine=engine):
+            break
+    audit.settle()
+    return audit
+
+
+def answers(made: Run) -> list[tuple[int, list[int]]]:
+    lines = AuditLog(made.store).lines()
+    return [
+        (int(line["shard"][6:11]), [int(name[6:11]) for name in line["answers_for"]])
+        for line in lines
+    ]
+
+
+def test_no_engine_vouches_for_another(run: Callable[..., Run]) -> None:
+    made = run(9, every_shards=3)
+    on_engines(made, Scripted(), "ababbbaab")
+    # Each engine's first; b's third after it; a's likewise; at the end what is left, of b.
+    assert answers(made) == [(0, [0]), (1, [1]), (5, [3, 4, 5]), (7, [2, 6, 7]), (8, [8])]
+    audit_log.require_kept(made.store)
+
+
+def test_at_the_end_every_engine_is_audited(run: Callable[..., Run]) -> None:
+    made = run(6, every_shards=9)
+    on_engines(made, Scripted(), "abcabc")
+    assert answers(made)[3:] == [(3, [3]), (4, [4]), (5, [5])]
+    audit_log.require_kept(made.store)
+
+
+def test_a_miss_sets_aside_what_that_engine_made_and_no_other(run: Callable[..., Run]) -> None:
+    made = run(8, every_shards=3)
+    bad = made.names(4, 5)
+    with pytest.raises(CheckFailed, match="wrong from shard-00004"):
+        on_engines(made, Scripted(bad, slow=True), "abbabaaa")
+    # b is audited at the end, with the last shard of all.
+    kept = list(made.store.entries())
+    assert kept == [name for name in made.names(0, 8) if name not in bad]
+
+
+def test_after_an_interruption_each_engines_rest_is_audited(run: Callable[..., Run]) -> None:
+    made = run(6, every_shards=9)
+    on_engines(made, Scripted(), "abaabb", stop_after=5)
+    assert answers(made) == [(0, [0]), (1, [1])]
+    on_engines(made, Scripted(), "a")
+    assert answers(made)[2:] == [(3, [2, 3]), (4, [4]), (5, [5])]
+    audit_log.require_kept(made.store)
