@@ -367,10 +367,12 @@ def mutants() -> dict[str, Any]:
     class CopiesWhenAsked(CaptureConnector):
         """As a capture would that hands the blocks to a reader of its own."""
 
+        late: Any = ()
+
         def wait_for_save(self) -> None:
             meta = self._get_connector_metadata()
             assert isinstance(meta, CopyOrders)
-            self.late = [*getattr(self, "late", []), *meta.orders]
+            self.late = [*self.late, *meta.orders]
 
         def flush(self) -> None:
             for order in self.late:
