@@ -48,6 +48,8 @@ class _Shard:
     file: ShardFile | None
     left: int
     """Rows that are not written yet, or not counted if this worker writes none."""
+    number: int
+    """Of all that were announced. One thread brings all of a shard to the disk."""
     under_way: int = 0
     """Pieces in the pool. The file stays open until there are none."""
     unsynced: int = 0
@@ -111,6 +113,7 @@ class Staging:
         self._shards: dict[str, _Shard] = {}
         self._requests: dict[str, _Request] = {}
         self._others: set[str] = set()
+        self._announced = 0
         self._news = threading.Condition()  # guards what follows, and every shard's fields
         self._staged = self._most_staged = self._queued = 0
         self._waited_s = 0.0
@@ -118,14 +121,16 @@ class Staging:
         self._free: LifoQueue[torch.Tensor] = LifoQueue()  # last in, first out: few are touched
         for _ in range(max(2, pool_bytes // self._slot_bytes) if self._hashes else 0):
             self._free.put(torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=pinned))
-        self._to_disk: SimpleQueue[tuple[_Shard, ShardFile | None]] = SimpleQueue()
         self._lanes: list[SimpleQueue[_Piece]] = [SimpleQueue() for _ in range(threads)]
+        self._disk: list[SimpleQueue[tuple[_Shard, ShardFile | None]]] = [
+            SimpleQueue() for _ in range(threads if writes else 0)
+        ]
         self._stream: Any = None
         if self._hashes:
             for lane in self._lanes:
                 _thread("truetap-write", self._write_all, lane)
-        if writes:
-            _thread("truetap-sync", self._sync_all)
+        for queue in self._disk:
+            _thread("truetap-sync", self._sync_all, queue)
 
     def expect(
         self, partial: str, keys: Sequence[str], lengths: Sequence[int], masks: Sequence[bytes]
@@ -134,7 +139,8 @@ class Staging:
         path = Path(partial)
         layout = Layout(tuple(lengths), *self._shape, self._dtype)
         file = ShardFile(path, layout, masks) if self._writes else None
-        shard = _Shard(path, tuple(keys), file, layout.rows)
+        shard = _Shard(path, tuple(keys), file, layout.rows, self._announced)
+        self._announced += 1
         self._shards[partial] = shard
         for key, row, length in zip(keys, accumulate((0, *lengths)), lengths, strict=False):
             self._requests[key] = _Request(shard, row, np.full(length, -1, dtype=np.int64))
@@ -312,9 +318,9 @@ class Staging:
             ids = request.token_ids[first : first + rows]
             file.write(request.first_row + first, data, ids)
 
-    def _sync_all(self) -> None:
+    def _sync_all(self, queue: SimpleQueue[tuple[_Shard, ShardFile | None]]) -> None:
         while True:
-            shard, file = self._to_disk.get()
+            shard, file = queue.get()
             if file is None:
                 self._sync_some(shard)
                 continue
@@ -355,13 +361,16 @@ class Staging:
                 file.discard()
             elif not shard.error and not shard.left and file:
                 shard.file = None
-                self._to_disk.put((shard, file))
+                self._to_the_disk(shard, file)
             elif not shard.error and file and shard.unsynced >= SYNC_BYTES:
                 shard.unsynced = 0
-                self._to_disk.put((shard, None))
+                self._to_the_disk(shard, None)
             elif not shard.error and not shard.left:
                 shard.done = not self._writes
             self._news.notify_all()
+
+    def _to_the_disk(self, shard: _Shard, file: ShardFile | None) -> None:
+        self._disk[shard.number % len(self._disk)].put((shard, file))
 
 
 def _thread(name: str, work: Callable[..., None], *arguments: Any) -> None:
