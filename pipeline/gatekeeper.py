@@ -54,7 +54,7 @@ def go_on_uncertified(decision: gate.Decision, console: Console, reason: str) ->
 
 
 class Gatekeeper:
-    """Asks the gate before every shard: a certificate may expire, or be replaced, meanwhile."""
+    """Asks the gate for every shard: a certificate may expire, or be replaced, meanwhile."""
 
     def __init__(
         self,

@@ -296,4 +296,4 @@ def _knock(address: str) -> None:
 
 
 def _interrupted(_number: int, _frame: object) -> None:
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(signal.SIGTERM)

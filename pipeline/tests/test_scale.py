@@ -400,7 +400,7 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("how", "number", "code", "said"),
     [
-        ("signal", signal.SIGTERM, 130, "interrupted; run the same command again to continue"),
+        ("signal", signal.SIGTERM, 143, "ended by SIGTERM; run the same command again to continue"),
         ("signal", signal.SIGINT, 130, "interrupted; run the same command again to continue"),
         ("signal", signal.SIGKILL, -9, ""),
         ("bad", 0, 1, "truetap: rank 1 saw other tokens"),
