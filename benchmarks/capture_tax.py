@@ -5,8 +5,8 @@
 The same engine settings, the same prompts, in turn (A B A B ...). `plain` is vLLM's prefill without
 any capture. Every other variant is counted until the last shard is on the disk (fsynced), read
 back, its digests compared, its values looked at, and published: what `truetap extract` does. All
-variants' engines are up at once and take turns; where the memory is too small for that (a GPU),
-`--apart` starts one anew for each turn.
+variants' engines are up at once and take turns, the others suspended: engines that wait compute
+too. Where the memory is too small for that (a GPU), `--apart` starts one anew for each turn.
 
 `--fill N` makes the run N times the size of the pool and tells what the engine's processes grew by.
 """
@@ -132,6 +132,16 @@ class Subject:
         """Stop the engine."""
         self._session.close()
 
+    def suspend(self) -> None:
+        """Keep the engine from computing while it waits for its turn."""
+        for process in self._processes:
+            process.suspend()
+
+    def resume(self) -> None:
+        """Have the engine go on."""
+        for process in self._processes:
+            process.resume()
+
     def measure(self, prompts: list[tuple[int, ...]]) -> Measured:
         """Run all prompts once."""
         memory = Memory(self._processes)
@@ -203,12 +213,17 @@ def measured(given: argparse.Namespace, variants: list[str]) -> list[Measured]:
         if not given.apart:
             for variant in variants:
                 standing[variant] = stack.enter_context(opened(variant, given, scratch, warm))
+                standing[variant].suspend()
+                stack.callback(standing[variant].resume)  # before it is closed
         for _ in range(given.rounds):
             for variant in variants:
                 with ExitStack() as turn:
                     subject = standing.get(variant) or turn.enter_context(
                         opened(variant, given, scratch, warm)
                     )
+                    if variant in standing:
+                        subject.resume()
+                        turn.callback(subject.suspend)
                     for _ in range(given.passes):
                         passes.append(one := subject.measure(prompts))
                         told = f"{variant}: {one.rate:,.0f} tokens/s, tail {one.tail_s:.2f} s"

@@ -135,11 +135,18 @@ class Staging:
     def expect(
         self, partial: str, keys: Sequence[str], lengths: Sequence[int], masks: Sequence[bytes]
     ) -> None:
-        """Announce a shard before the first of its requests reaches the engine; make its file."""
+        """Announce a shard before the first of its requests reaches the engine; make its file.
+
+        That it could not be made is told by ``report``, as of writing to it.
+        """
         path = Path(partial)
         layout = Layout(tuple(lengths), *self._shape, self._dtype)
-        file = ShardFile(path, layout, masks) if self._writes else None
-        shard = _Shard(path, tuple(keys), file, layout.rows, self._announced)
+        shard = _Shard(path, tuple(keys), None, layout.rows, self._announced)
+        if self._writes:
+            try:
+                shard.file = ShardFile(path, layout, masks)
+            except OSError as error:
+                shard.error = error
         self._announced += 1
         self._shards[partial] = shard
         for key, row, length in zip(keys, accumulate((0, *lengths)), lengths, strict=False):

@@ -247,6 +247,16 @@ def test_a_full_disk_is_told_and_leaves_no_file_and_no_slot_is_lost(
     assert eventually(lambda: subject.report([])["status"]["staged"] == 0)
 
 
+def test_a_file_that_cannot_be_made_is_told_like_one_that_cannot_be_written(
+    tmp_path: Path,
+) -> None:
+    subject = made(pool_bytes=2 * SLOT)
+    (key,) = shard_of(subject, tmp_path / "nowhere", "s", [9])
+    put(subject, key, 0, list(range(9)), states_of(1, 9))
+    failed = subject.report([str(tmp_path / "nowhere" / "s")], WAIT_S)["failed"]
+    assert (failed["type"], failed["errno"]) == ("FileNotFoundError", errno.ENOENT)
+
+
 def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
     import torch
 
