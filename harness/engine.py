@@ -364,7 +364,7 @@ def _log_to(log: Path) -> None:
             logger.handlers = [handler]
 
 
-_FEW_CORES = 8
+_FEW_CORES = 4
 """A machine of no more gives all of them to the model."""
 
 

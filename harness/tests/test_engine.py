@@ -304,7 +304,6 @@ def test_the_environment_is_set_while_the_engine_starts_and_then_as_before(
     assert during["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
     assert during["VLLM_NO_USAGE_STATS"] == "1"
     assert ("TORCHDYNAMO_DISABLE" in during) == eager
-    assert "VLLM_CPU_OMP_THREADS_BIND" not in during
 
 
 @pytest.mark.usefixtures("eight_cores")
@@ -325,6 +324,7 @@ def test_the_environment_is_as_before_when_the_start_fails() -> None:
 @pytest.mark.parametrize(
     ("ranks", "bound"),
     [
+        (1, None),
         (2, "0,1,2,3|8,9,10,11"),
         (3, "0,1|2,3|8,9"),
         (8, "0|1|2|3|8|9|10|11"),
@@ -333,6 +333,15 @@ def test_the_environment_is_as_before_when_the_start_fails() -> None:
 )
 def test_each_rank_gets_cores_of_its_own(ranks: int, bound: str | None) -> None:
     with engine._environment(ranks, eager=True):
+        assert os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == bound
+
+
+@pytest.mark.parametrize(("cores", "bound"), [(1, "0"), (2, "0,1"), (4, "0,1,2,3"), (5, None)])
+def test_few_cores_all_go_to_the_model(
+    monkeypatch: pytest.MonkeyPatch, cores: int, bound: str | None
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    with engine._environment(1, eager=True):
         assert os.environ.get("VLLM_CPU_OMP_THREADS_BIND") == bound
 
 
