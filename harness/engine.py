@@ -44,7 +44,8 @@ under ``MultiprocExecutor`` have their own processes in any case."""
 # The last line of a traceback: as vLLM logs it at level ERROR, or as Python prints it. What vLLM
 # logs at level WARNING is harmless: without a tokenizer it does so at every start.
 _EXCEPTION = r"((?:\w+\.)*\w*(?:Error|Exception)(?:: .*)?)$"
-_LOGGED = re.compile(rf"^(?:\([^)]*\) )?ERROR [^\]]*\] {_EXCEPTION}")
+_DEATH = r"(Worker proc \S+ died unexpectedly[^,]*)"
+_LOGGED = re.compile(rf"^(?:\([^)]*\) )?ERROR [^\]]*\] (?:{_EXCEPTION}|{_DEATH})")
 _PRINTED = re.compile(rf"^{_EXCEPTION}")
 
 
@@ -425,7 +426,7 @@ def root_cause(log: Path, start: int = 0) -> str:
         for kind in (_LOGGED, _PRINTED):
             for line in lines:
                 if found := kind.match(line):
-                    return found[1].strip()
+                    return next(group for group in found.groups() if group).strip()
     return ""
 
 

@@ -55,6 +55,12 @@ Traceback (most recent call last):
     self.run()
 torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20 GiB
 """
+KILLED = """\
+(EngineCore pid=26408) ERROR 11-30 06:38:17 [multiproc_executor.py:315] Worker proc VllmWorker-0 \
+died unexpectedly (exit code: -9), shutting down executor.
+(EngineCore pid=26408) ERROR 11-30 06:38:26 [core.py:1512]     raise RuntimeError("cancelled")
+(EngineCore pid=26408) ERROR 11-30 06:38:26 [core.py:1512] RuntimeError: cancelled
+"""
 CAUSE = "RuntimeError: The size of tensor a (288) must match the size of tensor b (576)"
 SEE_ABOVE = "Engine core initialization failed. See root cause above. Failed core proc(s): {}"
 
@@ -68,6 +74,8 @@ SEE_ABOVE = "Engine core initialization failed. See root cause above. Failed cor
         (HARMLESS + FAILED, CAUSE),
         (PRINTED, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20 GiB"),
         (HARMLESS + PRINTED + FAILED, CAUSE),
+        (KILLED, "Worker proc VllmWorker-0 died unexpectedly (exit code: -9)"),
+        (FAILED + KILLED, CAUSE),
         ("ERROR 11-29 16:42:26 [core.py:1] AssertionError\n", "AssertionError"),
         ("(EngineCore pid=3) ERROR 11-29 16:42:26 [core.py:1] Exception in a callback\n", ""),
     ],
