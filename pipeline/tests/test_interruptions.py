@@ -471,6 +471,7 @@ def _record(fault: Fault, said: str, struck: Look, redone: int) -> None:
         *(fault.name, "-" if fault.exit is None else str(fault.exit), said or "-"),
         *(str(len(struck.sound)), str(redone), "; ".join(left) or "nothing"),
     )
+    sys.stdout.write(_line(ROWS[fault.name]))  # with -s, for the documentation
 
 
 def _line(row: Row) -> str:
