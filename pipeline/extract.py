@@ -45,8 +45,8 @@ def extract(
 
     The gate is asked with the facts of the workers that will do it, before the first prompt and
     again before each shard is recorded. If it denies, ``allow_uncertified``, a reason, lets the run
-    go on. ``checker`` captures samples again meanwhile; by default an ``Auditor``. With ``cluster`` the
-    engines run on Ray, several of them; without, one runs here.
+    go on. ``checker`` captures samples again meanwhile; by default an ``Auditor``. With
+    ``cluster`` the engines run on Ray, several of them; without, one runs here.
     """
     facts = facts_of(config, Path(spec.model))
     folder.claim("capture", facts | config.extract.facts())
