@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from truetap.conformance import strategies
 from truetap.harness import boundaries, compare, random_verifier
 from truetap.harness.adapter import Adapter
-from truetap.harness.adapters import vllm_native, vllm_rpc
+from truetap.harness.adapters import vllm_session
 from truetap.harness.adapters.transformers import TransformersAdapter, TransformersSession
 from truetap.harness.adapters.vllm_native import VllmNativeAdapter, VllmNativeSession
 from truetap.harness.adapters.vllm_rpc import VllmRpcAdapter, VllmRpcSession
@@ -103,8 +103,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_arguments: Any, **_named: Any) -> None:
         raise Unloaded
 
-    monkeypatch.setattr(vllm_native, "VllmEngine", start)
-    monkeypatch.setattr(vllm_rpc, "VllmEngine", start)
+    monkeypatch.setattr(vllm_session, "VllmEngine", start)
 
 
 @pytest.mark.usefixtures("no_engine")
@@ -214,6 +213,12 @@ class Scheduler:
     def preemptions(self) -> int:
         return 0
 
+    def collect(self, _llm: Any, method: str, _args: Any, _folder: Path) -> dict[int, Any]:
+        if method != "truetap_shards":
+            return {0: 1}
+        nothing = {"written": {}, "missing": {}, "others": 0, "failed": None, "status": {}}
+        return {0: nothing}
+
     def generate(self, prompts: Iterator[Prompt], *, in_flight: int) -> Iterator[Any]:  # noqa: ARG002
         raise Sent(list(prompts))
 
@@ -254,10 +259,10 @@ def settings_of_steps(draw: st.DrawFn) -> tuple[EngineSpec, bool, list[CaptureRe
     return spec, draw(st.booleans()), requests
 
 
-PATHS: dict[str, tuple[Any, Any, int, int]] = {
-    # the adapter's module, its session, drafts in flight, and how many tokens it may do without
-    "vllm_native": (vllm_native, VllmNativeSession, 1, 2),
-    "vllm_rpc": (vllm_rpc, VllmRpcSession, 0, 1),
+PATHS: dict[str, tuple[Any, int, int]] = {
+    # the adapter's session, drafts in flight, and how many tokens it may do without
+    "vllm_native": (VllmNativeSession, 1, 2),
+    "vllm_rpc": (VllmRpcSession, 0, 1),
 }
 
 
@@ -267,10 +272,10 @@ def try_steps(path: str, drawn: Any, hollow: Path, tmp: Path, kind: Any = None) 
     AssertionError if one that the engine cannot run is sent, or if all that were refused are such
     as a capture path must take.
     """
-    module, session_of, drafts, spare = PATHS[path]
+    session_of, drafts, spare = PATHS[path]
     spec, chunks, requests = drawn
     engine = Scheduler(spec, chunks=chunks)
-    session = _opened(module, kind or session_of, replace(spec, model=str(hollow)), engine, tmp)
+    session = _opened(kind or session_of, replace(spec, model=str(hollow)), engine, tmp)
     note(f"{spec.max_model_len=} {spec.max_num_batched_tokens=} {chunks=}")
     try:
         session.capture(requests)
@@ -296,11 +301,9 @@ def try_steps(path: str, drawn: Any, hollow: Path, tmp: Path, kind: Any = None) 
     return "sent"
 
 
-def _opened(module: Any, session_of: Any, spec: EngineSpec, engine: Any, tmp: Path) -> Any:
+def _opened(session_of: Any, spec: EngineSpec, engine: Any, tmp: Path) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "VllmEngine", lambda *_a, **_k: engine)
-        if module is vllm_rpc:
-            patch.setattr(module, "collect", lambda *_a, **_k: {0: 1})
+        patch.setattr(vllm_session, "VllmEngine", lambda *_a, **_k: engine)
         return session_of(spec, tmp)
 
 
