@@ -184,10 +184,18 @@ class VllmEngine:
         """Run prompts through the engine's continuous batching; yield each as it finishes.
 
         At most ``in_flight`` requests are given to the engine at a time, so that an interruption
-        loses little and memory stays bounded.
+        loses little and memory stays bounded. A call that ends early takes its requests back.
         """
-        waiting = iter(prompts)
         running: dict[str, Prompt] = {}
+        try:
+            yield from self._run(iter(prompts), running, in_flight)
+        except (Exception, GeneratorExit):
+            self._abort(running)
+            raise
+
+    def _run(
+        self, waiting: Iterator[Prompt], running: dict[str, Prompt], in_flight: int
+    ) -> Iterator[Finished]:
         exhausted = False
         while True:
             while not exhausted and len(running) < in_flight:
@@ -203,6 +211,12 @@ class VllmEngine:
             for output in self._bounded("step", self._llm.llm_engine.step):
                 if output.finished:
                     yield _finished(output, running.pop(output.request_id))
+
+    def _abort(self, running: Iterable[str]) -> None:
+        """Take requests back from an engine that lives: the next call must not meet them."""
+        if self._usable and (keys := list(running)):
+            with suppress(TruetapError):
+                self._bounded("abort", lambda: self._llm.llm_engine.abort_request(keys), 10.0)
 
     def prompt_logprobs(self, token_ids: Sequence[int]) -> list[float] | None:
         """Return the log-probability of each token but the first, given those before it."""

@@ -71,7 +71,12 @@ class WrittenShard:
         Raises ``IntegrityError`` if rows on the disk are not those that the worker had in memory,
         ``CheckFailed`` if ids, masks or counts are not those of the order.
         """
-        tensors = shard.read(self.partial)
+        try:
+            tensors = shard.read(self.partial)
+        except Exception as error:  # safetensors has its own error type
+            raise IntegrityError(
+                f"{self.order.path.name}: {self.partial} cannot be read back: {error}", remedy=_REDO
+            ) from error
         requests, name = self.order.requests, self.order.path.name
         expected = [token for request in requests for token in request.token_ids]
         if tensors["token_ids"].tolist() != expected:
@@ -126,6 +131,8 @@ class Status:
     """Their bytes."""
     most_staged: int = 0
     """The most that they ever were."""
+    moved: int = 0
+    """How often anything has reached the disk."""
     waited_s: float = 0.0
     """How long the engine's steps waited for a free slot, in all."""
 

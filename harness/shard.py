@@ -17,6 +17,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -133,9 +134,11 @@ class ShardFile:
         os.close(self._file)
 
     def discard(self) -> None:
-        """Remove the file."""
-        os.close(self._file)
-        self.partial.unlink(missing_ok=True)
+        """Remove the file. What its file system still has to say of it is of no interest."""
+        with suppress(OSError):
+            os.close(self._file)
+        with suppress(OSError):
+            self.partial.unlink(missing_ok=True)
 
     def _write(self, data: Any, at: int) -> None:
         left = memoryview(data).cast("B")

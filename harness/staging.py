@@ -65,6 +65,8 @@ class _Request:
 
     shard: _Shard
     first_row: int
+    lane: int
+    """The thread that writes its pieces, one after the other."""
     token_ids: npt.NDArray[np.int64]
     """What the engine computed at each position; -1 where no row was put yet."""
     pieces: list[tuple[int, int, str]] = field(default_factory=list)
@@ -116,6 +118,7 @@ class Staging:
         self._announced = 0
         self._news = threading.Condition()  # guards what follows, and every shard's fields
         self._staged = self._most_staged = self._queued = 0
+        self._moved = 0  # grows as long as anything reaches the disk
         self._waited_s = 0.0
         self._stopped: Exception | None = None
         self._free: LifoQueue[torch.Tensor] = LifoQueue()  # last in, first out: few are touched
@@ -149,8 +152,10 @@ class Staging:
                 shard.error = error
         self._announced += 1
         self._shards[partial] = shard
-        for key, row, length in zip(keys, accumulate((0, *lengths)), lengths, strict=False):
-            self._requests[key] = _Request(shard, row, np.full(length, -1, dtype=np.int64))
+        first_rows = accumulate((0, *lengths))
+        for lane, (key, row, length) in enumerate(zip(keys, first_rows, lengths, strict=False)):
+            ids = np.full(length, -1, dtype=np.int64)
+            self._requests[key] = _Request(shard, row, lane % len(self._lanes), ids)
 
     def put(self, key: str, position: int, token_ids: Sequence[int], rows: Rows) -> None:
         """Take the rows of a request from ``position`` on, one per token id.
@@ -167,7 +172,12 @@ class Staging:
             error = RuntimeError(f"the engine computed more rows than request {key} has tokens")
             self._settle(request.shard, error=error)
             return
-        again = int((places >= 0).sum())  # the first ones: rows are computed in order
+        there = places >= 0
+        again = len(ids) if there.all() else int(there.argmin())
+        if there[again:].any():
+            error = RuntimeError(f"the engine computed later rows of request {key} before earlier")
+            self._settle(request.shard, error=error)
+            return
         request.recomputed += again
         places[again:] = ids[again:]
         if not self._hashes:
@@ -178,8 +188,8 @@ class Staging:
             for start in range(again, len(ids), per_slot):
                 if request.shard.error:
                     return
-                piece = rows(start, min(start + per_slot, len(ids)))
-                self._stage(request, position + start, piece)
+                end = min(start + per_slot, len(ids))
+                self._stage(request, position + start, end - start, rows(start, end))
         except Exception as error:  # an engine's step must not die of it
             self._settle(request.shard, error=error)
 
@@ -201,40 +211,46 @@ class Staging:
         ``status``: what the user is shown. What is told is forgotten.
         """
         with self._news:
-            asked = [name for name in due if name in self._shards]
+            asked = {name: self._shards[name] for name in due if name in self._shards}
             self._news.wait_for(
                 lambda: (
-                    self._stopped
-                    or any(self._shards[name].done or self._shards[name].error for name in asked)
+                    not asked
+                    or self._stopped
+                    or any(shard.done or shard.error for shard in asked.values())
                 ),
                 wait_s,
             )
-            done = [name for name in asked if self._shards[name].done]
-            errors = [shard.error for shard in self._shards.values() if shard.error]
-            errors = [self._stopped, *errors] if self._stopped else errors
+            done = [name for name, shard in asked.items() if shard.done]
+            failing = {name: shard for name, shard in self._shards.items() if shard.error}
+            errors = [self._stopped, *(shard.error for shard in failing.values())]
             status = {
                 "queued": self._queued,
                 "staged": self._staged,
                 "most_staged": self._most_staged,
                 "waited_s": self._waited_s,
+                "moved": self._moved,
             }
-        missing = {
-            key: int((request.token_ids >= 0).sum())
-            for name in asked
-            for key in self._shards[name].keys
-            if ((request := self._requests[key]).token_ids < 0).any()
-        }
+        missing: dict[str, int] = {}
+        for name, shard in asked.items():
+            gaps = [self._requests[key].token_ids < 0 for key in shard.keys]
+            if any(gap.any() for gap in gaps):
+                missing |= {
+                    key: int((~gap).sum())
+                    for key, gap in zip(shard.keys, gaps, strict=True)
+                    if gap.any()
+                }
+                self._settle(shard, error=RuntimeError("rows are missing"))
+                failing[name] = shard
         written = {name: self._seen(self._shards.pop(name)) for name in done}
-        for key in missing:
-            self._settle(self._requests[key].shard, error=RuntimeError("rows are missing"))
-        for name in [name for name, shard in self._shards.items() if shard.error]:
-            for key in self._shards.pop(name).keys:
+        for name, shard in failing.items():
+            del self._shards[name]
+            for key in shard.keys:
                 del self._requests[key]
         return {
             "written": written,
             "missing": missing,
             "others": len(self._others),
-            "failed": _told(errors[0]) if errors else None,
+            "failed": next((_told(error) for error in errors if error), None),
             "status": status,
         }
 
@@ -253,23 +269,26 @@ class Staging:
 
     # From the engine's thread into the pool
 
-    def _stage(self, request: _Request, position: int, rows: torch.Tensor) -> None:
-        if tuple(rows.shape[1:]) != self._shape or rows.dtype != self._dtype:
+    def _stage(self, request: _Request, position: int, count: int, rows: torch.Tensor) -> None:
+        if tuple(rows.shape) != (count, *self._shape) or rows.dtype != self._dtype:
             raise RuntimeError(
-                f"the engine gives states {list(rows.shape[1:])} of {rows.dtype} for a token, not "
-                f"{list(self._shape)} of {self._dtype}"
+                f"the engine gives states {list(rows.shape)} of {rows.dtype} for {count} tokens, "
+                f"not {[count, *self._shape]} of {self._dtype}"
             )
         slot = self._slot()
-        size = len(rows) * self._row_bytes
-        states = slot[:size].view(self._dtype).view(rows.shape)
-        arrived = self._copy(rows, states)
+        size = count * self._row_bytes
+        try:
+            states = slot[:size].view(self._dtype).view(rows.shape)
+            arrived = self._copy(rows, states)
+        except BaseException:
+            self._free.put(slot)
+            raise
         with self._news:
             request.shard.under_way += 1
             self._queued += 1
             self._staged += size
             self._most_staged = max(self._most_staged, self._staged)
-        lane = self._lanes[request.first_row % len(self._lanes)]
-        lane.put(_Piece(request, position, slot, states, arrived))
+        self._lanes[request.lane].put(_Piece(request, position, slot, states, arrived))
 
     def _slot(self) -> torch.Tensor:
         """Return a free slot; wait for one if all are in use."""
@@ -310,11 +329,12 @@ class Staging:
                     self._write(piece)
             except Exception as failed:
                 error = failed
-            self._free.put(piece.slot)
             with self._news:
                 shard.under_way -= 1
                 self._queued -= 1
                 self._staged -= rows * self._row_bytes
+                self._moved += 1
+            self._free.put(piece.slot)
             self._settle(shard, rows=rows, error=error)
 
     def _write(self, piece: _Piece) -> None:
@@ -337,6 +357,7 @@ class Staging:
             except Exception as failed:
                 error = failed
             with self._news:
+                self._moved += 1
                 shard.error = shard.error or error
                 shard.done = not shard.error
                 self._news.notify_all()
@@ -353,20 +374,21 @@ class Staging:
         except Exception as failed:
             error = failed
         with self._news:
+            self._moved += 1
             shard.under_way -= 1
         self._settle(shard, error=error)
 
     def _settle(self, shard: _Shard, rows: int = 0, error: Exception | None = None) -> None:
         """Count rows of a shard, or keep its first error; see to its file when it is time."""
+        abandoned: ShardFile | None = None
         with self._news:
             shard.left -= rows
             shard.unsynced += rows * self._row_bytes
             shard.error = shard.error or error
-            file = shard.file
-            if shard.error and file and not shard.under_way:  # nobody writes to it any more
-                shard.file = None
-                file.discard()
-            elif not shard.error and not shard.left and file:
+            file, idle = shard.file, not shard.under_way  # idle: nobody writes to the file
+            if shard.error and file and idle:
+                shard.file, abandoned = None, file
+            elif not shard.error and not shard.left and file and idle:
                 shard.file = None
                 self._to_the_disk(shard, file)
             elif not shard.error and file and shard.unsynced >= SYNC_BYTES:
@@ -375,6 +397,8 @@ class Staging:
             elif not shard.error and not shard.left:
                 shard.done = not self._writes
             self._news.notify_all()
+        if abandoned:
+            abandoned.discard()
 
     def _to_the_disk(self, shard: _Shard, file: ShardFile | None) -> None:
         self._disk[shard.number % len(self._disk)].put((shard, file))

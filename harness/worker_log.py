@@ -7,8 +7,10 @@ standard error stream always arrives: in the engine's log, which errors name.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
 
 def say(sentence: str) -> None:
     """Write one line, at once."""
-    print(f"truetap: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
+    with suppress(OSError, ValueError):  # a full disk must not keep a reply from its caller
+        print(f"truetap: {sentence}", file=sys.stderr, flush=True)  # noqa: T201

@@ -125,7 +125,12 @@ def make_shards(
         except Exception as error:  # what is complete is kept first
             failed = error
         while proving:
-            yield proving.popleft().result()
+            try:
+                made = proving.popleft().result()
+            except Exception as error:
+                failed = failed or error
+            else:
+                yield made
         if failed:
             raise failed
 

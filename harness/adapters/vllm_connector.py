@@ -149,7 +149,11 @@ class CaptureConnector(KVConnectorBase_V1, SupportsHMA):
         if self.staging is None:
             return
         for order in meta.orders:
-            rows = partial(self._rows, self._indices(order.block_ids))
+            try:
+                rows = partial(self._rows, self._indices(order.block_ids))
+            except Exception as error:  # in a step it would end the engine
+                self.staging.stop(error)
+                return
             self.staging.put(order.key, 0, order.token_ids, rows)
 
     def _indices(self, block_ids: list[int]) -> torch.Tensor:

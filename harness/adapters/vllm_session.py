@@ -106,24 +106,39 @@ class VllmSession(ABC):
             shape = [len(self.boundaries), self._hidden]
             self._collect("truetap_stage", shape, self._spec.dtype, pool.size_bytes, pool.threads)
             self._pool = pool
-        call = envelope.new_nonce()
-        making: dict[str, _Making] = {}
         ready: deque[WrittenShard] = deque()
+        try:
+            for _ in self._extracting(envelope.new_nonce(), orders, ready, progress, pool):
+                while ready:
+                    yield ready.popleft()
+        except Exception:
+            yield from ready  # what is complete is no worse for what came after it
+            raise
+
+    def _extracting(
+        self,
+        call: str,
+        orders: Iterable[ShardOrder],
+        ready: deque[WrittenShard],
+        progress: Progress,
+        pool: Pool,
+    ) -> Iterator[None]:
+        """Fill ``ready``; yield whenever there may be something in it."""
+        making: dict[str, _Making] = {}
         asked = time.monotonic()
         for finished in self._engine.generate(
-            self._prompts(call, orders, making, ready, progress),
+            self._prompts(call, orders, making, ready, progress, pool),
             in_flight=2 * self._spec.max_num_seqs,
         ):
             due = _take_in(finished, making, progress)
             if due or time.monotonic() - asked > _ASK_EVERY_S:
-                ready += self._ask(making, progress)
+                self._ask(making, ready, progress)
                 asked = time.monotonic()
-            while ready:
-                yield ready.popleft()
-        while ready or making:
-            if not ready:
-                ready += self._ask_until_news(making, progress)
-            yield ready.popleft()
+            yield
+        while making:
+            self._ask_until_news(making, ready, progress)
+            yield
+        yield
 
     def _prompts(
         self,
@@ -132,42 +147,51 @@ class VllmSession(ABC):
         making: dict[str, _Making],
         ready: deque[WrittenShard],
         progress: Progress,
+        pool: Pool,
     ) -> Iterator[Prompt]:
-        """Yield the prompts of one order after the other, each order announced to the workers."""
+        """Yield the prompts of one order after the other, each order announced to the workers.
+
+        Not while many shards wait for the disk: each holds a file open.
+        """
         for number, order in enumerate(orders):
             self._refuse_long(order.requests)
+            while sum(not one.unfinished for one in making.values()) > 4 * pool.threads:
+                self._ask_until_news(making, ready, progress)
             keys = [f"{KEY_PREFIX}{call}:{number}:{n}" for n in range(len(order.requests))]
             partial = shard.partial_path(order.path, f"{call}-{number}")
             new = _Making(order, partial, keys, unfinished=len(keys))
             making[f"{call}:{number}"] = new
-            ready += self._ask(making, progress, [new])
+            self._ask(making, ready, progress, [new])
             for key, request in zip(keys, order.requests, strict=True):
                 yield self._prompt(key, request)
 
-    def _ask_until_news(self, making: dict[str, _Making], progress: Progress) -> list[WrittenShard]:
-        """Wait for the disk: the engine has nothing left to do."""
-        staged, since = -1, time.monotonic()
-        while not (written := self._ask(making, progress, wait_s=1.0)):
-            if progress.status.staged != staged:
-                staged, since = progress.status.staged, time.monotonic()
+    def _ask_until_news(
+        self, making: dict[str, _Making], ready: deque[WrittenShard], progress: Progress
+    ) -> None:
+        """Wait for the disk: there is nothing else to do."""
+        before, moved, since = len(making), -1, time.monotonic()
+        while len(making) == before:
+            self._ask(making, ready, progress, wait_s=1.0)
+            if progress.status.moved != moved:
+                moved, since = progress.status.moved, time.monotonic()
             if time.monotonic() - since > self._spec.call_deadline_s:
                 raise CouldNotRun(
                     f"nothing has reached the disk for {self._spec.call_deadline_s:.0f} s, and "
                     f"{progress.status.queued} pieces wait to be written",
                     remedy="look at the disk or file system of the run folder",
                 )
-        return written
 
     def _ask(
         self,
         making: dict[str, _Making],
+        ready: deque[WrittenShard],
         progress: Progress,
         announced: Sequence[_Making] = (),
         wait_s: float = 0.0,
-    ) -> list[WrittenShard]:
+    ) -> None:
         """Announce shards to every rank, and hear what has come of those under way.
 
-        Those that all ranks have seen completely are taken out of ``making`` and returned.
+        Those that all ranks have seen completely go from ``making`` to ``ready``.
         """
         told = [
             [
@@ -182,13 +206,12 @@ class VllmSession(ABC):
         reports = self._collect("truetap_shards", told, list(due), wait_s)
         progress.status = Status(**reports[0]["status"])
         for rank, report in reports.items():
-            self._refuse(rank, report, due)
             for name, seen in report["written"].items():
                 due[name].seen[rank] = seen
-        complete = {name: one for name, one in making.items() if one.seen.keys() == reports.keys()}
-        for name in complete:
-            del making[name]
-        return [_written(one) for one in complete.values()]
+        for name in [n for n, one in making.items() if one.seen.keys() == reports.keys()]:
+            ready.append(_written(making.pop(name)))
+        for rank, report in reports.items():
+            self._refuse(rank, report, due)
 
     def _refuse(self, rank: int, report: Mapping[str, Any], due: Mapping[str, _Making]) -> None:
         """Raise if a rank could not write, lost rows, or has rows that nobody asked for."""
@@ -234,7 +257,7 @@ class VllmSession(ABC):
             written.partial.unlink()
             by_rank = written.by_rank
         else:
-            self._ask({}, Progress())
+            self._ask({}, deque(), Progress())
         return CaptureBatch(
             captures=captures,
             nonce=self._calls.nonce,

@@ -255,7 +255,10 @@ class FakeEngine(VllmEngine):
         self.__dict__ = bare_engine(folder).__dict__
         self.running: list[Prompt] = []
         self.most = 0
-        self._llm = SimpleNamespace(llm_engine=SimpleNamespace(step=self._step))
+        self.aborted: list[str] = []
+        self._llm = SimpleNamespace(
+            llm_engine=SimpleNamespace(step=self._step, abort_request=self.aborted.extend)
+        )
 
     def _add(self, prompt: Prompt) -> None:
         self.running.append(prompt)
@@ -287,6 +290,26 @@ def test_every_prompt_finishes_once_and_no_more_are_in_flight_than_allowed(tmp_p
 def test_two_prompts_of_one_key_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="in flight have the key 'a'"):
         list(FakeEngine(tmp_path).generate([Prompt("a", [1], {}), Prompt("a", [2], {})]))
+
+
+def test_a_call_that_ends_early_takes_its_requests_back(tmp_path: Path) -> None:
+    """Or the next call would be given what nobody waits for any more."""
+    made = FakeEngine(tmp_path)
+    running = made.generate([Prompt(name, [1], {}) for name in "abcdef"], in_flight=4)
+    first = next(running)
+    running.close()
+    assert first.key not in made.aborted
+    assert made.aborted == [key for key in "abcd" if key != first.key]
+    assert made._usable
+
+
+def test_an_engine_that_does_not_give_requests_back_is_ended(tmp_path: Path) -> None:
+    made = FakeEngine(tmp_path)
+    made._llm.llm_engine.abort_request = None
+    running = made.generate([Prompt(name, [1], {}) for name in "ab"])
+    next(running)
+    running.close()
+    assert not made._usable
 
 
 @pytest.fixture

@@ -116,7 +116,9 @@ def seen_by(rows: int, tokens: Sequence[int]) -> dict[str, Any]:
     return {"rows": rows, "token_ids": digest, "pieces": pieces, "recomputed": 0}
 
 
-def extracted(tmp_path: Path, said: Sequence[dict[str, Any]], tokens: int = 7) -> Any:
+def extracted(
+    tmp_path: Path, said: Sequence[dict[str, Any]], tokens: int = 7, kept: Any = None
+) -> Any:
     """Return the shard that a session makes of ranks that report ``said``, without an engine."""
     session: Any = object.__new__(vllm_native.VllmNativeSession)
     session._spec = EngineSpec("", (2,), tensor_parallel_size=len(said))
@@ -142,7 +144,10 @@ def extracted(tmp_path: Path, said: Sequence[dict[str, Any]], tokens: int = 7) -
     )
     requests = [CaptureRequest("a", tuple(range(tokens)))]
     order = ShardOrder(tmp_path / "s", requests, [bytes(tokens)])
-    (made,) = session.extract([order], Progress(), Pool())
+    kept = [] if kept is None else kept
+    for one in session.extract([order], Progress(), Pool()):
+        kept.append(one)
+    (made,) = kept
     return made
 
 
@@ -173,6 +178,16 @@ def test_ranks_that_saw_other_things_are_refused(
     monkeypatch.setattr(envelope, "new_nonce", lambda: "c0ffee")
     with pytest.raises(CheckFailed, match=said):
         extracted(tmp_path, [whole_shard(), second])
+
+
+def test_what_is_complete_is_no_worse_for_a_failure_beside_it(tmp_path: Path) -> None:
+    """Of one report that tells a written shard and a full disk, both count."""
+    failed = {"type": "OSError", "message": "full", "errno": 28}
+    told = whole_shard() | {"failed": lambda _due: failed}
+    kept: list[Any] = []
+    with pytest.raises(CouldNotRun, match="rank 0 could not write"):
+        extracted(tmp_path, [told], kept=kept)
+    assert [one.order.path.name for one in kept] == ["s"]
 
 
 def test_replies_of_more_stages_than_were_asked_for_are_refused(tmp_path: Path) -> None:

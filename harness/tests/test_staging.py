@@ -268,6 +268,74 @@ def test_rows_of_another_kind_are_refused(tmp_path: Path) -> None:
         assert failed["message"].startswith("the engine gives states")
 
 
+@pytest.mark.parametrize("given", [1, 3])
+def test_too_few_or_too_many_rows_are_refused_and_no_slot_is_lost(
+    tmp_path: Path, given: int
+) -> None:
+    subject = made(pool_bytes=2 * SLOT)
+    for name in "abc":  # more shards than slots
+        (key,) = shard_of(subject, tmp_path, name, [2])
+        subject.put(key, 0, [1, 2], lambda _start, _end: states_of(1, given))
+        failed = subject.report([str(tmp_path / name)], WAIT_S)["failed"]
+        assert failed["message"].startswith(f"the engine gives states [{given}, 3, 8]")
+
+
+def test_earlier_rows_after_later_ones_are_refused(tmp_path: Path) -> None:
+    """What is left out of a second computation is the beginning, or nothing."""
+    subject = made()
+    (key,) = shard_of(subject, tmp_path, "s", [4])
+    put(subject, key, 2, [3, 4], states_of(1, 2))
+    put(subject, key, 0, [1, 2, 3, 4], states_of(1, 4))
+    failed = subject.report([str(tmp_path / "s")], WAIT_S)["failed"]
+    assert "later rows of request s:0 before earlier" in failed["message"]
+
+
+def test_requests_of_one_length_are_shared_among_the_threads(tmp_path: Path) -> None:
+    subject = made(threads=4)
+    keys = shard_of(subject, tmp_path, "s", [8] * 12)
+    assert {subject._requests[key].lane for key in keys} == {0, 1, 2, 3}
+
+
+def test_an_error_that_comes_while_a_report_is_made_is_in_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = made()
+    first, second = (shard_of(subject, tmp_path, name, [2])[0] for name in "ab")
+    put(subject, first, 0, [1, 2], states_of(1, 2))
+    name, other = str(tmp_path / "a"), subject._shards[str(tmp_path / "b")]
+    assert eventually(lambda: subject._shards[name].done)
+    seen = subject._seen
+
+    def slowly(shard_: Any) -> Any:
+        subject._settle(other, error=OSError(errno.ENOSPC, "No space left on device"))
+        return seen(shard_)
+
+    monkeypatch.setattr(subject, "_seen", slowly)
+    report = subject.report([name], WAIT_S)
+    assert (list(report["written"]), report["failed"]) == ([name], None)
+    assert subject.report([], 0.0)["failed"]["errno"] == errno.ENOSPC
+    assert second not in subject._requests
+
+
+def test_what_a_file_system_says_of_a_discarded_file_reaches_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS tells of a quota at ``close``."""
+    subject = made()
+    (key,) = shard_of(subject, tmp_path, "s", [2])
+    close = os.close
+
+    def tells(file: int) -> None:
+        close(file)
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "close", tells)
+    put(subject, key, 0, [1, 2, 3], states_of(1, 3))
+    monkeypatch.undo()
+    assert "more rows" in subject.report([str(tmp_path / "s")], WAIT_S)["failed"]["message"]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_more_rows_than_tokens_are_refused(tmp_path: Path) -> None:
     subject = made()
     (key,) = shard_of(subject, tmp_path, "s", [2])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,10 @@ import pytest
 from rich.console import Console
 
 from truetap.harness import registry
-from truetap.harness.errors import CouldNotRun, IntegrityError
+from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError
 from truetap.harness.extraction import Pool, ShardOrder
 from truetap.harness.model import EngineSpec, Environment
-from truetap.pipeline import extract, plan
+from truetap.pipeline import extract, plan, shard_making
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.shard_making import Pace, make_shards
 from truetap.pipeline.store import Store
@@ -147,3 +148,40 @@ def test_a_disk_that_is_full_at_the_fifth_shard_leaves_four(
     assert run() == [job.name for job in jobs[len(held) :]]
     assert len(store.samples([c.id for c in conversations])) == 12
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".jsonl", *[".safetensors"] * 6]
+
+
+@pytest.mark.torch
+def test_one_bad_shard_costs_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without_engine: Any
+) -> None:
+    """Shards are proven side by side; those that are right are kept, whatever comes beside them."""
+    conversations = [Conversation(f"c{n}", "train", (n, n + 1, n + 2), 1) for n in range(12)]
+    jobs = extract._jobs(conversations, 2)
+    store = Store(tmp_path)
+
+    def states_of(order: ShardOrder) -> Any:
+        import torch
+
+        bad = order.path.name in (jobs[1].name, jobs[3].name)
+        return [
+            torch.arange(18).reshape(3, 2, 3).float() + 1 if not bad else torch.zeros(3, 2, 3)
+            for _ in order.requests
+        ]
+
+    session, look = without_engine(states_of), shard_making.require_sound
+
+    def late(name: str, states: Any) -> None:
+        while session.orders < len(jobs):  # all are under way when the first is found bad
+            time.sleep(0.01)
+        look(name, states)
+
+    monkeypatch.setattr(shard_making, "require_sound", late)
+    pool = Pool(32 << 20, 6)
+
+    def run() -> None:
+        for one in make_shards(session, jobs, tmp_path, Pace(), pool, FACTS, ENVIRONMENT):
+            store.record(one.entry, one.partial)
+
+    with pytest.raises(CheckFailed, match=f"{jobs[1].name}: slot 0 is all zero"):
+        run()
+    assert list(store.entries()) == [jobs[n].name for n in (0, 2, 4, 5)]
