@@ -5,9 +5,9 @@
 The configuration is that of a prepared run, certified unless --allow-uncertified says why not:
 `make demo` leaves one. A is a vLLM server with an example connector and `speculators
 generate-offline-data`, B the command `truetap extract`. They get the same prompts, verifier and
-settings of capture, and take turns: A B A B, after an A of two prompts that is not told. After each
-run what lies on the disk is counted and a sample of it compared with the verifier; unequal work
-ends the benchmark with exit code 1.
+settings of capture, as many requests at a time, and take turns: A B A B, after an A of two prompts
+that is not told. After each run what lies on the disk is counted and a sample of it compared with
+the verifier; unequal work ends the benchmark with exit code 1.
 """
 
 from __future__ import annotations
@@ -76,11 +76,25 @@ class Task:
         return sum(map(len, self.prompts))
 
 
+def requests_at_a_time(spec: EngineSpec) -> int:
+    """Return how many ``truetap extract`` gives its engine at a time."""
+    return 2 * spec.max_num_seqs
+
+
+def concurrency_of(given: argparse.Namespace, spec: EngineSpec) -> int:
+    """Return how many requests A has under way: as many as B, unless another number is given.
+
+    With its own default of 32 the engine would want for work, and B would be compared with that.
+    """
+    chosen: int | None = given.concurrency
+    return requests_at_a_time(spec) if chosen is None else chosen
+
+
 def generated(task: Task, folder: Path) -> tuple[float, dict[str, float]]:
     """Serve, generate; return the seconds of the server's start, and of the client."""
     arrow_dataset.write_rows(task.conversations, folder / "dataset")
     given = task.given
-    options = ["--concurrency", str(given.concurrency)]
+    options = ["--concurrency", str(concurrency_of(given, task.spec))]
     options += ["--validate-outputs"] if given.validate else []
     with rival.served(
         task.spec, given.connector, folder, given.server_argument, patience_s=given.patience
@@ -302,7 +316,10 @@ def told_of(task: Task, machine: dict[str, Any], runs: Sequence[dict[str, Any]])
             "weights_sha256": verifier.digests(Path(spec.model))["weights_sha256"],
             "conversations": len(task.conversations),
             "connector": given.connector,
-            "concurrency": given.concurrency,
+            "requests_at_a_time": {
+                "speculators": concurrency_of(given, spec),
+                "truetap": requests_at_a_time(spec),
+            },
             "validate_outputs": given.validate,
             "server_arguments": given.server_argument,
             "enforce_eager": spec.enforce_eager,
@@ -324,7 +341,9 @@ def arguments() -> argparse.ArgumentParser:
     add("--connector", choices=("auto", *rival.CONNECTORS), default="auto",
         help="vLLM's own needs a GPU; stand-in: the same with a plain copy (default: by what is "
         "here)")  # fmt: skip
-    add("--concurrency", type=int, default=32, help="speculators' own option (default: 32)")
+    add("--concurrency", type=int,
+        help="A's requests at a time; its own default is 32 (default: as many as B has, which is "
+        "2 * max_num_seqs)")  # fmt: skip
     add("--validate", action="store_true", help="have speculators read its files back")
     add("--server-argument", action="append", default=[], metavar="ARG",
         help="further argument of the server, as in --server-argument=--seed=1")  # fmt: skip
@@ -341,8 +360,9 @@ def arguments() -> argparse.ArgumentParser:
 def main() -> None:
     parser = arguments()
     given = parser.parse_args()
-    if given.pairs < 1 or (given.conversations or 1) < 1 or given.sample < 1:
-        parser.error("--pairs, --conversations and --sample are numbers from 1 on")
+    numbers = (given.pairs, given.sample, given.conversations, given.concurrency)
+    if any(number is not None and number < 1 for number in numbers):
+        parser.error("--pairs, --conversations, --sample and --concurrency are numbers from 1 on")
     reaper.watch_over_me()
     try:
         task = task_of(given)

@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 from truetap.harness.engine import Finished, Prompt
-from truetap.harness.errors import CheckFailed, CouldNotRun, UsageError
+from truetap.harness.errors import CheckFailed, CouldNotRun, TruetapError, UsageError
 
 if TYPE_CHECKING:
     import httpx
@@ -34,6 +34,9 @@ _CUT_OFF = frozenset({"abort", "error"})
 """What vLLM and SGLang say of a request that the server itself ended."""
 
 _LONGEST_PAUSE_S = 30.0
+
+_NO_SECRET = 3
+"""Keys up to this length hide nothing, and taking them out would make any text unreadable."""
 
 PLAIN_SAMPLING: Mapping[str, Any] = {
     "top_p": 1.0,
@@ -50,6 +53,14 @@ TELLS_IDS = (
     "use a server that tells token ids: vLLM 0.10.2 or later, SGLang since July 2026, or leave "
     "data.server out, so that truetap starts an engine itself"
 )
+
+_REMEDIES = {
+    401: "name the environment variable with the server's key in data.server_key",
+    403: "name the environment variable with the server's key in data.server_key",
+    404: 'data.server is the address that ends in "/v1"; data.server_model one of its models',
+    400: TELLS_IDS,
+    422: TELLS_IDS,
+}
 
 
 class CompletionServer:
@@ -77,6 +88,11 @@ class CompletionServer:
                 f"a server cannot be asked: {error}", remedy="pip install 'truetap[server]'"
             ) from error
         self.url = url.rstrip("/")
+        try:
+            httpx.URL(self.url).host  # noqa: B018  (it is decoded here, which may fail)
+        except (httpx.InvalidURL, UnicodeError):
+            raise self._unaskable() from None
+        self._key = key or ""
         self.again = 0
         self._in_flight, self._deadline_s = in_flight, deadline_s
         self._first_pause_s, self._say = first_pause_s, say
@@ -108,14 +124,21 @@ class CompletionServer:
             self._loop.close()
 
     def generate(
-        self, prompts: Iterable[Prompt], *, model: str, vocab_size: int
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        model: str,
+        vocab_size: int,
+        aliases: Collection[str] = (),
     ) -> Iterator[Finished]:
         """Have prompts continued; yield each as it finishes.
 
         As ``VllmEngine.generate``: a prompt is taken from ``prompts`` only when there is room for
-        it. Raises ``UsageError`` for a server that does not tell ids, ``CheckFailed`` for one that
-        tells others than were sent, or none that the verifier has.
+        it. ``aliases`` are further names that the server may give ``model`` in its answers. Raises
+        ``UsageError`` for a server that does not tell ids, ``CheckFailed`` for one that tells
+        others than were sent, or none that the verifier has, or answers as another model.
         """
+        names = frozenset((model, *aliases))
         waiting, exhausted = iter(prompts), False
         running: set[Future[Finished]] = set()
         try:
@@ -124,7 +147,7 @@ class CompletionServer:
                     if (prompt := next(waiting, None)) is None:
                         exhausted = True
                         break
-                    running.add(self._begin(self._continued(prompt, model, vocab_size)))
+                    running.add(self._begin(self._continued(prompt, model, names, vocab_size)))
                 if not running:
                     return
                 done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -154,7 +177,41 @@ class CompletionServer:
         await asyncio.gather(*others, return_exceptions=True)
         await self._client.aclose()
 
-    async def _continued(self, prompt: Prompt, model: str, vocab_size: int) -> Finished:
+    def hide(self, text: str) -> str:
+        """Return a text without the key, which servers and proxies like to repeat."""
+        if len(self._key) <= _NO_SECRET:
+            return text
+        for shown in (self._key, repr(self._key)[1:-1]):
+            text = text.replace(shown, "[the key]")
+        return text
+
+    @contextmanager
+    def without_key(self) -> Iterator[None]:
+        """Take the key out of what an error tells."""
+        try:
+            yield
+        except TruetapError as error:
+            error.args = tuple(self.hide(str(part)) for part in error.args)
+            error.remedy = self.hide(error.remedy)
+            raise
+
+    def refused(self, status: int, reply: Any) -> UsageError:
+        """Return the error for a status that says no for good."""
+        return UsageError(
+            f"{self.url} refuses with status {status}: {_short(reply, self.hide)}",
+            remedy=_REMEDIES.get(status, "see the server's log"),
+        )
+
+    def _unaskable(self) -> UsageError:
+        # Without httpx's own words: they repeat the header, and with it the key.
+        return UsageError(
+            f"{self.url} cannot be asked: the address or the key is none that HTTP can carry",
+            remedy='write data.server as "http://host:port/v1"; look at the key for line breaks',
+        )
+
+    async def _continued(
+        self, prompt: Prompt, model: str, names: Collection[str], vocab_size: int
+    ) -> Finished:
         body = {
             "model": model,
             "prompt": list(prompt.token_ids),
@@ -164,8 +221,10 @@ class CompletionServer:
         }
         status, reply = await self._asked("/completions", body, self._deadline_s)
         if status != 200:
-            raise refused(self.url, status, reply)
-        return finished_of(prompt, reply, vocab_size)
+            raise self.refused(status, reply)
+        with self.without_key():
+            _require_model(reply, model, names)
+            return finished_of(prompt, reply, vocab_size, self.hide)
 
     async def _asked(
         self, path: str, body: Mapping[str, Any] | None, patience_s: float
@@ -202,12 +261,15 @@ class CompletionServer:
                 reply = await self._client.get(address)
             else:
                 reply = await self._client.post(address, json=body)
-        except httpx.TransportError as error:
-            return (
-                f"{type(error).__name__} ({error})" if str(error) else type(error).__name__,
-                0,
-                None,
-            )
+        except (
+            httpx.LocalProtocolError,
+            httpx.UnsupportedProtocol,
+            httpx.InvalidURL,
+            UnicodeError,
+        ):
+            raise self._unaskable() from None
+        except (httpx.RequestError, ExceptionGroup) as error:
+            return self.hide(_cause(error)), 0, None
         if reply.status_code in _PASSES:
             wanted = reply.headers.get("Retry-After", "")
             pause_s = min(float(wanted), _LONGEST_PAUSE_S) if wanted.isdecimal() else 0.0
@@ -231,6 +293,14 @@ class CompletionServer:
         return self.url.removesuffix("/v1")
 
 
+def _cause(error: Exception) -> str:
+    """Return what failed, on one line."""
+    if isinstance(error, ExceptionGroup):  # of a task group below httpx: its own text says nothing
+        return _cause(error.exceptions[0])
+    told = " ".join(str(error).split())
+    return f"{type(error).__name__} ({told})" if told else type(error).__name__
+
+
 def _json(reply: httpx.Response) -> Any:
     try:
         return reply.json()
@@ -250,13 +320,26 @@ def _reason(reply: Any) -> str:
     return str(_choice(reply).get("finish_reason"))
 
 
-def finished_of(prompt: Prompt, reply: Any, vocab_size: int) -> Finished:
+def _require_model(reply: Any, model: str, names: Collection[str]) -> None:
+    """Raise if an answer says that another model gave it; one that says nothing is taken."""
+    told = reply.get("model") if isinstance(reply, Mapping) else None
+    if told is not None and not (isinstance(told, str) and told in names):
+        raise CheckFailed(
+            f"the server was asked for {model!r} and answers as {told!r}",
+            remedy="serve the verifier of this run, or name the model that is it in "
+            "data.server_model",
+        )
+
+
+def finished_of(
+    prompt: Prompt, reply: Any, vocab_size: int, hide: Callable[[str], str]
+) -> Finished:
     """Return what a completion's JSON says, if it is an answer to ``prompt`` in token ids."""
     choice = _choice(reply)
     text, reason = choice.get("text"), _reason(reply)
     if not isinstance(text, str):
         raise CouldNotRun(
-            f"the server's answer to {prompt.key!r} is no completion: {_short(reply)}",
+            f"the server's answer to {prompt.key!r} is no completion: {_short(reply, hide)}",
             remedy='data.server is the address that ends in "/v1"',
         )
     sent, said = choice.get("prompt_token_ids"), choice.get("token_ids")
@@ -303,26 +386,12 @@ def _require_sent(prompt: Prompt, seen: list[int]) -> None:
     )
 
 
-def refused(url: str, status: int, reply: Any) -> UsageError:
-    """Return the error for a status that says no for good."""
-    remedies = {
-        401: "name the environment variable with the server's key in data.server_key",
-        403: "name the environment variable with the server's key in data.server_key",
-        404: 'data.server is the address that ends in "/v1"; data.server_model one of its models',
-        400: TELLS_IDS,
-        422: TELLS_IDS,
-    }
-    return UsageError(
-        f"{url} refuses with status {status}: {_short(reply)}",
-        remedy=remedies.get(status, "see the server's log"),
-    )
-
-
-def _short(reply: Any) -> str:
+def _short(reply: Any, hide: Callable[[str], str]) -> str:
     """Return what a server says of an error, on one line."""
     said = reply
     for key in ("error", "message"):
         if isinstance(said, Mapping) and key in said:
             said = said[key]
-    text = " ".join(str(said).split()) if said is not None else "no JSON"
+    # The key first: cut in the middle, half of it would stay.
+    text = hide(" ".join(str(said).split())) if said is not None else "no JSON"
     return text if len(text) <= 300 else text[:300] + " ..."

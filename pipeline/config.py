@@ -92,8 +92,12 @@ class Gate(_Table):
 
 def _server_url(address: str) -> str:
     """Return a server's address without a final slash; never repeat one that may hold a key."""
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(address)
+        whole = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # it repeats what stands where the port should be
+        whole = False
+    if not whole or not address.isprintable() or " " in address:
         raise ValueError('write it as "http://host:port/v1"')
     if parts.username or parts.password or parts.query or parts.fragment:
         raise ValueError("a key does not belong into an address: name its variable in server_key")

@@ -138,11 +138,12 @@ def _answering(
         say=partial(console.print, style="yellow", highlight=False, markup=False),
     ) as server:
         seen = server_check.examine(server, config, tokenizer, missing, vocab_size=vocab_size)
-        if seen.as_dict() not in run_folder.read_lines(folder.servers):
-            run_folder.append_line(folder.servers, seen.as_dict())
+        server_check.record(folder, seen)
         told = f"{seen.url} answers {len(missing)} questions as {seen.model}; its rendering of "
         console.print(f"{told}chats is {seen.rendering}", highlight=False, markup=False)
-        yield partial(server.generate, model=seen.model, vocab_size=vocab_size)
+        yield partial(
+            server.generate, model=seen.model, vocab_size=vocab_size, aliases=seen.aliases
+        )
 
 
 def _keep(config: RunConfig, folder: RunFolder, tokenizer: Any, answered: Answered) -> None:

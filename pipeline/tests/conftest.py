@@ -189,9 +189,12 @@ class FakeServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
         self.models: list[dict[str, Any]] = [{"id": "tiny", "root": "org/Tiny"}]
+        self.version = "0.32.0"
         self.answer: Callable[[list[int]], tuple[list[int], str]] = lambda _: ([1, 2, 3], "a b c")
         self.render: Callable[[list[dict[str, str]]], list[int]] | None = None
         self.faults: deque[str] = deque()
+        self.broken: set[str] = set()
+        """Paths that answer with status 503, each time."""
         self.change: Callable[[dict[str, Any]], Any] = lambda reply: reply
         """Done to every completion before it is sent."""
         self.asked: list[dict[str, Any]] = []
@@ -235,17 +238,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.keys.add(self.headers["Authorization"])
-        if self.path == "/v1/models":
+        if self.path in self.server.broken:
+            self._send(503, {})
+        elif self.path == "/v1/models":
             self._send(200, {"data": self.server.models})
         elif self.path == "/version":
-            self._send(200, {"version": "0.32.0"})
+            self._send(200, {"version": self.server.version})
         else:
             self._send(404, {"detail": "Not Found"})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.keys.add(self.headers["Authorization"])
-        if self.path == "/tokenize" and self.server.render is not None:
+        if self.path in self.server.broken:
+            self._send(503, {})
+        elif self.path == "/tokenize" and self.server.render is not None:
             self._send(200, {"tokens": self.server.render(body["messages"])})
         elif self.path != "/v1/completions":
             self._send(404, {"detail": "Not Found"})
@@ -273,11 +280,21 @@ class _Handler(BaseHTTPRequestHandler):
         elif fault == "html":
             self._head(200, 6)
             self.wfile.write(b"<html>")
+        elif fault == "echo":  # as a proxy that shows what it was sent
+            shown = f"{'.' * 285}{self.headers['Authorization']}"
+            self._send(403, {"error": {"message": shown}})
+        elif fault == "noise":
+            self.wfile.write(f"{self.headers['Authorization']}\r\n\r\n".encode())
+        elif fault == "encoding":
+            self._head(200, 6, "gzip")
+            self.wfile.write(b"<html>")
         else:
             self._send(int(fault), {"error": {"message": f"because\nof {fault}"}})
 
-    def _head(self, status: int, length: int) -> None:
+    def _head(self, status: int, length: int, encoding: str = "") -> None:
         self.send_response(status)
+        if encoding:
+            self.send_header("Content-Encoding", encoding)
         if status == 429:
             self.send_header("Retry-After", "0")
         if self.close_connection:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -11,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -259,6 +261,37 @@ class TestExtract:
     def test_the_product_still_says_so(self, against: Any) -> None:
         sources = (ROOT / "pipeline").glob("*.py")
         assert any(against.STARTING in path.read_text() for path in sources)
+
+
+def test_both_have_as_many_requests_at_a_time(
+    against: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Unless another number is asked for; the result tells both."""
+    session = (ROOT / "harness/adapters/vllm_session.py").read_text()
+    assert "in_flight=2 * self._spec.max_num_seqs" in session, "B has another number by now"
+    handed: list[list[str]] = []
+
+    @contextlib.contextmanager
+    def served(*_: Any, **__: Any) -> Any:
+        yield "address", 1.0
+
+    def generate(_a: Any, _m: Any, _d: Any, options: list[str], **_: Any) -> dict[str, float]:
+        handed.append(options)
+        return {}
+
+    monkeypatch.setattr(against.rival, "served", served)
+    monkeypatch.setattr(against.rival, "generate", generate)
+    monkeypatch.setattr(against.arrow_dataset, "write_rows", lambda *_: None)
+    monkeypatch.setattr(against.verifier, "describe", lambda _: SimpleNamespace(name="tiny"))
+    monkeypatch.setattr(against.verifier, "digests", lambda _: {"weights_sha256": ""})
+    monkeypatch.setattr(against, "summary", lambda _: {})
+    for more, number in (([], 16), (["--concurrency", "5"], 5)):
+        given = against.arguments().parse_args(["run.toml", *more])
+        task = against.Task(tmp_path, tmp_path, SPEC, [], given)
+        against.generated(task, tmp_path)
+        assert handed[-1] == ["--concurrency", str(number)]
+        told = against.told_of(task, {}, [{"engine": {}}])["settings"]["requests_at_a_time"]
+        assert told == {"speculators": number, "truetap": 16}
 
 
 def test_ratios_are_of_medians(against: Any) -> None:

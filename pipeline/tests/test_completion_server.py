@@ -14,10 +14,11 @@ import pytest
 
 from truetap.harness.engine import Finished, Prompt
 from truetap.harness.errors import CheckFailed, CouldNotRun, TruetapError, UsageError
-from truetap.pipeline import server_check
+from truetap.pipeline import run_folder, server_check
 from truetap.pipeline.completion_server import CompletionServer
 from truetap.pipeline.config import Capture, Data, RunConfig, Verifier
 from truetap.pipeline.dialogues import Message
+from truetap.pipeline.run_folder import RunFolder
 from truetap.pipeline.selection import Chosen
 
 Open = Callable[..., CompletionServer]
@@ -322,3 +323,158 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("THE_SERVERS_KEY")
     with pytest.raises(UsageError, match="THE_SERVERS_KEY, which is not set"):
         server_check.key_of(data)
+
+
+@pytest.mark.parametrize("name", ["sk_s3cret", "s3cret", "Sk_LIVE"])
+def test_what_may_be_the_key_in_place_of_its_name_is_not_shown(name: str) -> None:
+    error = refusal(UsageError, lambda: server_check.key_of(config_of(server_key=name).data))
+    assert "which is not set" in str(error)
+    assert name not in str(error) + error.remedy
+
+
+def test_a_key_is_what_a_header_can_carry(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = config_of(server_key="THE_SERVERS_KEY").data
+    monkeypatch.setenv("THE_SERVERS_KEY", " s3cret\n")
+    assert server_check.key_of(data) == "s3cret"
+    for bad in ("s3cret\nmore", "s3cret more", "s3cret\x7f", "s3crét"):
+        monkeypatch.setenv("THE_SERVERS_KEY", bad)
+        error = refusal(UsageError, lambda: server_check.key_of(data))
+        assert "no header can carry" in str(error)
+        assert "s3cr" not in str(error) + error.remedy
+
+
+def test_a_header_that_cannot_be_sent_ends_at_once_and_is_not_shown(opened: Open) -> None:
+    said: list[str] = []
+    server = opened(key="s3cret\n", say=said.append, deadline_s=20)
+    error = refusal(UsageError, lambda: answers(server))
+    assert "s3cret" not in "".join([str(error), error.remedy, *said])
+    assert server.again == 0
+
+
+@pytest.mark.parametrize("key", ["s3cret-and-longer", "quoted'\\\"s3cret"])
+def test_a_proxy_that_repeats_the_key_is_told_without_it(
+    served: Any, opened: Open, key: str
+) -> None:
+    """Where its text is cut, too; and in a name, which stands in quotes in what is told."""
+    served.faults = deque(["echo"])
+    error = refusal(UsageError, lambda: answers(opened(key=key)))
+    assert "refuses with status 403: ......" in str(error)
+    assert "Bearer" in str(error)
+    assert not any(part in str(error) for part in (key[:6], "s3cret"))
+    served.change = changed(finish_reason=f"for {key}")
+    error = refusal_of(CheckFailed, lambda: answers(opened(key=key)))
+    assert "for the reason" in error
+    assert "[the key]" in error
+    assert "s3cret" not in error
+    served.change = lambda reply: reply
+    served.faults = deque(["noise"])
+    said: list[str] = []
+    assert len(answers(opened(key=key, say=said.append))) == 1
+    assert "RemoteProtocolError" in said[0]
+    assert "s3cret" not in said[0]
+    served.version = f"1 {key}"
+    served.models = [{"id": "tiny", "root": f"org/{key}"}]
+    seen = examined(opened(key=key))
+    assert (seen.version, seen.root) == ("1 [the key]", "org/[the key]")
+    served.models = [{"id": key}, {"id": "b"}]
+    error = refusal_of(UsageError, lambda: examined(opened(key=key)))
+    assert "has several models: '[the key]', 'b'" in error.replace('"', "'")
+
+
+def refusal_of(kind: type[TruetapError], ask: Callable[[], object]) -> str:
+    with pytest.raises(kind) as caught:
+        ask()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("key", [None, "x", "EMPTY"])
+def test_a_key_that_hides_nothing_spoils_no_message(opened: Open, key: str | None) -> None:
+    assert opened(key=key).hide("exit of the proxy") == "exit of the proxy"
+
+
+@pytest.mark.parametrize("url", ["http://xn--a/v1", "http://127.0.0.1:abc/v1"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    error = refusal(UsageError, lambda: CompletionServer(url))
+    assert "cannot be asked" in str(error)
+
+
+def test_what_fails_below_or_beside_the_transport_is_told_in_one_sentence(
+    served: Any, opened: Open
+) -> None:
+    with CompletionServer("http://127.0.0.1:99999/v1", first_pause_s=0.001) as server:
+        error = refusal(CouldNotRun, lambda: server.ask("/models", patience_s=0.3))
+    assert "the last attempt: OverflowError (connect(): port must be" in str(error)
+    served.faults = deque(["encoding"])
+    said: list[str] = []
+    assert [f.key for f in answers(opened(say=said.append))] == ["q0"]
+    assert "DecodingError" in said[0]
+
+
+def test_an_optional_question_without_an_answer_is_no_obstacle(served: Any, opened: Open) -> None:
+    served.render = Words().apply_chat_template
+    served.broken = {"/tokenize", "/version"}
+    server = opened(deadline_s=60)
+    began = time.monotonic()
+    seen = server_check.examine(
+        server, config_of(), Words(), DIALOGUES, vocab_size=500, patience_s=0.3
+    )
+    assert time.monotonic() - began < 30, "the deadline of answers was waited for"
+    assert (seen.version, seen.compared) == ("", False)
+    assert seen.rendering == "not compared: /tokenize gave no answer"
+
+
+@pytest.mark.parametrize(("told", "good"), [("tiny", True), ("other", False), ([1], False)])
+def test_an_answer_of_another_model_is_not_taken(
+    served: Any, opened: Open, told: Any, good: bool
+) -> None:
+    served.change = lambda reply: reply | {"model": told}
+    if good:
+        assert len(answers(opened())) == 1
+    else:
+        error = refusal(CheckFailed, lambda: answers(opened()))
+        assert f"was asked for 'tiny' and answers as {told!r}" in str(error)
+
+
+def test_a_model_of_several_names_may_answer_with_its_first(served: Any, opened: Open) -> None:
+    """As vLLM does; a model from another place, or an adapter, is none of its names."""
+    served.models = [
+        {"id": "first", "root": "org/Tiny"},
+        {"id": "tiny", "root": "org/Tiny"},
+        {"id": "adapter", "root": "org/Tiny", "parent": "first"},
+        {"id": "other", "root": "org/Other"},
+    ]
+    served.change = lambda reply: reply | {"model": "first"}
+    seen = examined(opened(), server_model="tiny")
+    assert (seen.model, seen.aliases) == ("tiny", ("first",))
+    assert "aliases" not in seen.as_dict()
+    served.change = lambda reply: reply | {"model": "adapter"}
+    with pytest.raises(CheckFailed, match="answers as 'adapter'"):
+        examined(opened(), server_model="tiny")
+
+
+def seen_of(**shown: str) -> server_check.Seen:
+    facts = {"url": "http://a/v1", "model": "tiny", "root": "org/Tiny", "version": "1"} | shown
+    return server_check.Seen(**facts, rendering="", compared=False)
+
+
+def test_a_run_is_continued_by_the_same_model_only(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    server_check.record(folder, seen_of(model="wrong"))
+    server_check.record(folder, seen_of())  # nothing was kept of the wrong one's
+    assert [row["model"] for row in run_folder.read_lines(folder.servers)] == ["tiny"]
+    run_folder.append_line(folder.conversations, {"id": "q0"})
+    good = [{}, {"url": "http://b/v1", "version": "2"}, {"root": "/elsewhere/Tiny/"}, {"root": ""}]
+    for shown in good:
+        server_check.record(folder, seen_of(**shown))
+    rows = run_folder.read_lines(folder.servers)
+    assert len(rows) == 4, "one is written twice, or not at all"
+    for shown in ({"model": "other"}, {"root": "org/Other"}):
+        error = refusal(
+            UsageError, lambda shown=shown: server_check.record(folder, seen_of(**shown))
+        )
+        assert "answers of 'tiny' (from 'org/Tiny') are kept in this run" in str(error)
+        assert "another output folder" in error.remedy
+    assert run_folder.read_lines(folder.servers) == rows
+    folder.conversations.rename(folder.dropped)  # given up after its answers: those count as well
+    with pytest.raises(UsageError, match="are kept in this run"):
+        server_check.record(folder, seen_of(model="other"))

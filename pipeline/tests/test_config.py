@@ -80,6 +80,12 @@ def test_what_is_not_toml_is_refused(tmp_path: Path, content: bytes) -> None:
         ('[data]\nserver = "http://u:s3cret@host/v1"', "data.server: Value error, a key does not"),
         ('[data]\nserver = "http://host/v1?key=s3cret"', "data.server: Value error, a key does"),
         ('[data]\nserver = "http://host/v1"\nserver_key = "sk-s3cret"', "data.server_key: "),
+        ('[data]\nserver = "http://host:s3cret/v1"', "data.server: Value error, write it as"),
+        ('[data]\nserver = "http://host:99999/v1"', "data.server: Value error, write it as"),
+        ('[data]\nserver = "http://host:0/v1"', "data.server: Value error, write it as"),
+        ('[data]\nserver = "http://[::1/v1"', "data.server: Value error, write it as"),
+        ('[data]\nserver = "http://ho\\tst/v1"', "data.server: Value error, write it as"),
+        ('[data]\nserver = "http://my host/v1"', "data.server: Value error, write it as"),
         ("[data]\nserver_requests = 3", "data: Value error, server_requests without data.server"),
         (
             '[data]\nquestions = "q"\nanswers = "given"\nserver = "http://host/v1"',

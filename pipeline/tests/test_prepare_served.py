@@ -143,6 +143,10 @@ def test_answers_that_came_before_a_failure_are_not_asked_for_again(
     kept = run_folder.read_lines(RunFolder(config.output).conversations)
     assert 0 < len(kept) < 10
     served.change = lambda reply: reply
+    served.models[0]["root"] = "org/Other"
+    with pytest.raises(UsageError, match=r"answers of 'tiny' \(from 'org/Tiny'\) are kept"):
+        prepared(config, model, console)
+    served.models[0]["root"] = "org/Tiny"
     served.faults.clear()
     served.asked.clear()
     moved = served.url.replace("127.0.0.1", "localhost")
