@@ -107,6 +107,8 @@ def main() -> None:
         if isinstance(error, OSError) and error.errno in FULL_DISK:
             remedy = "free disk space and run again; finished work is kept"
             _tell(CouldNotRun(f"no space: {error}", remedy=remedy))
+        elif isinstance(error, OSError):  # some have no text of their own
+            _tell(CouldNotRun(str(error) or type(error).__name__))
         else:  # a defect of ours; Python's own exit code for it would read as "no"
             traceback.print_exc()
     # An engine's threads may still wait for a process that was killed; do not wait with them.

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from truetap.harness import reaper, verifier
-from truetap.harness.errors import CouldNotRun, IntegrityError, TruetapError, UsageError
+from truetap.harness.errors import FULL_DISK, CouldNotRun, IntegrityError, TruetapError, UsageError
 from truetap.harness.extraction import Pool
 from truetap.harness.model import EngineSpec
 from truetap.pipeline.extract import extracting, opened
@@ -128,10 +128,13 @@ class EngineWorker:
         Without GPUs ``position`` is this engine's among those of its machine, each of which gets
         ``cores`` cores of its own: two engines that share cores wait for each other. 0: as it is.
         """
-        mine = sorted(os.sched_getaffinity(0))[position * cores : (position + 1) * cores]
-        if cores and len(mine) == cores:
-            os.sched_setaffinity(0, mine)  # of this thread, and of all that it starts
-        self._thread.start()
+        try:
+            mine = sorted(os.sched_getaffinity(0))[position * cores : (position + 1) * cores]
+            if cores and len(mine) == cores:
+                os.sched_setaffinity(0, mine)  # of this thread, and of all that it starts
+            self._thread.start()
+        except BaseException as error:  # nobody waits for what this call returns
+            self._events.put(self._verdict(error))
 
     def tell(self, job: Job | None) -> None:
         """Hand over a job; None in answer to ``Want``: there is none at present."""
@@ -231,7 +234,9 @@ class EngineWorker:
         """Tell an engine that is gone from a fault that the next engine would meet as well."""
         if isinstance(error, CouldNotRun):
             return Failed(error) if self._answers() else Lost(_told(error))
-        if isinstance(error, (TruetapError, OSError)):
+        if isinstance(error, TruetapError):
+            return Failed(error)
+        if isinstance(error, OSError) and error.errno in FULL_DISK:  # of the folder that all share
             return Failed(error)
         log = self._with.logs / f"extract-{self._number}" / "engine.log"
         with suppress(OSError), log.open("a") as file:

@@ -44,6 +44,9 @@ SILENCE_S = 120.0
 """An engine's process answers every second; one that is silent for longer is taken for lost."""
 CLOSE_S = 25.0
 KNOCK_S = 10.0
+ROUND_S = 5.0
+"""Most that counts as waiting for engines between two looks at them: in a longer time this process
+was busy itself (a shard's audit takes minutes), which is no engine's silence."""
 OBJECT_STORE_BYTES = 128 * 2**20
 """Only token ids and manifest lines go through Ray; its own default is 30 % of memory."""
 
@@ -71,7 +74,7 @@ def capture(extraction: Extraction, todo: Sequence[Job], total: int, cluster: Cl
     console, folder = extraction.console, extraction.folder
     done = total - sum(len(job.conversations) for job in todo)
     console.print(f"to be captured: {plan.told(*sizes(todo, extraction.spec))}", highlight=False)
-    with _connected(cluster.address) as ray:
+    with _connected(cluster.address) as ray, _answering(ray):
         room = room_for(ray.nodes(), extraction.spec, cluster.engines, len(todo))
         console.print(
             f"starting {room.engines} engines on Ray, each with {_told(room)}", highlight=False
@@ -106,9 +109,9 @@ def room_for(
 ) -> Room:
     """Return how many engines a cluster's ``ray.nodes()`` hold, or refuse ``wanted``.
 
-    An engine's ranks share one node. With GPUs there is one for each rank; without, an engine gets
-    an equal part of the smallest node's cores, or, if none are ``wanted``, a node of its own. There
-    are never more engines than jobs.
+    An engine's ranks share one node. With GPUs there is one for each rank; without, all engines get
+    the same number of cores, the largest with which they fit; if none are ``wanted``, there are as
+    many as nodes. There are never more engines than jobs.
     """
     alive = [node["Resources"] for node in nodes if node["Alive"]]
     ranks = spec.tensor_parallel_size
@@ -127,9 +130,9 @@ def room_for(
     if with_gpus:
         return Room(min(wanted or most, jobs), 1, ranks)
     engines = min(wanted or len(held), jobs)
-    per_node = -(-engines // len(held))
-    fair = [count // per_node for count in held if count // per_node >= ranks]
-    return Room(engines, min(fair, default=ranks), 0)
+    shares = range(max(held), ranks, -1)
+    fits = (share for share in shares if sum(count // share for count in held) >= engines)
+    return Room(engines, next(fits, ranks), 0)
 
 
 def _told(room: Room) -> str:
@@ -145,7 +148,8 @@ class RayFleet:
         self._groups: dict[int, Any] = {}
         self._actors: dict[int, Any] = {}
         self._asked: dict[Any, tuple[int, float]] = {}
-        """Calls under way: of whom, and until when the answer must be there."""
+        """Calls under way: of whom, and until when, by ``_clock``, the answer must be there."""
+        self._clock, self._looked = 0.0, time.monotonic()
         self._of_host: dict[str, int] = {}
         self._begun: set[int] = set()
         for engine in self.engines:
@@ -172,19 +176,28 @@ class RayFleet:
         self._ask(engine, actor.hello.remote(), PLACEMENT_S)
 
     def _ask(self, engine: int, call: Any, seconds: float) -> None:
-        self._asked[call] = engine, time.monotonic() + seconds
+        self._asked[call] = engine, self._clock + seconds
 
     def heard(self) -> Iterator[tuple[int, Event]]:
-        """Yield what happened, waiting up to a second for it."""
-        answered, _ = self._ray.wait(list(self._asked), num_returns=1, timeout=1.0)
-        for call in answered:
-            engine, _ = self._asked.pop(call)
-            for event in self._answer(engine, call):
-                yield engine, event
+        """Yield what happened, waiting up to a second for it.
+
+        Who is silent is settled before anything is yielded: the caller may take minutes over that.
+        """
+        calls = list(self._asked)
+        self._ray.wait(calls, num_returns=1, timeout=1.0)
+        there, missing = self._ray.wait(calls, num_returns=len(calls), timeout=0)
         now = time.monotonic()
-        for call, (engine, until) in [*self._asked.items()]:
-            if now > until and call in self._asked:  # not dismissed meanwhile
-                del self._asked[call]
+        self._clock += min(now - self._looked, ROUND_S)
+        self._looked = now
+        late = [call for call in missing if self._clock > self._asked[call][1]]
+        for call in there:
+            if call in self._asked:  # not dismissed meanwhile
+                engine, _ = self._asked.pop(call)
+                for event in self._answer(engine, call):
+                    yield engine, event
+        for call in late:
+            if call in self._asked:
+                engine, _ = self._asked.pop(call)
                 yield engine, Lost(self._silent(engine))
 
     def _answer(self, engine: int, call: Any) -> Sequence[Event]:
@@ -272,19 +285,33 @@ def _connected(address: str) -> Iterator[Any]:
         quiet |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     before = signal.getsignal(signal.SIGTERM)
     try:
-        _knock(address)
-        ray.init(address=address, **quiet)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise CouldNotRun(
-            f"there is no Ray cluster at {address!r}: {textwrap.shorten(str(error), 200)}",
-            remedy="start one (ray start --head), or give --ray local",
-        ) from error
-    signal.signal(signal.SIGTERM, _interrupted)  # Ray has set a handler of its own
-    try:
+        try:
+            _knock(address)
+            ray.init(address=address, **quiet)
+            signal.signal(signal.SIGTERM, _interrupted)  # Ray has set a handler of its own
+        except SystemExit:  # what that one raises
+            raise KeyboardInterrupt(signal.SIGTERM) from None
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            raise CouldNotRun(
+                f"cannot join a Ray cluster at {address!r}: {textwrap.shorten(str(error), 200)}",
+                remedy="start one (ray start --head), or give --ray local",
+            ) from error
         yield ray
     finally:
         signal.signal(signal.SIGTERM, before)
         ray.shutdown()
+
+
+@contextmanager
+def _answering(ray: Any) -> Iterator[None]:
+    """Tell of a cluster that is gone; of engines that are, ``RayFleet`` tells itself."""
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        raise CouldNotRun(
+            f"the Ray cluster does not answer: {_cause(error)}; finished shards are kept",
+            remedy="see ray status, then run again",
+        ) from error
 
 
 def _knock(address: str) -> None:

@@ -11,16 +11,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import module_from_spec, spec_from_file_location
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
-from truetap.harness import verifier
+from truetap.harness import reaper, verifier
 from truetap.harness.errors import CheckFailed, CouldNotRun, IntegrityError, UsageError
 from truetap.harness.extraction import Pool
 from truetap.harness.model import EngineSpec
@@ -36,6 +38,7 @@ from truetap.pipeline.engine_worker import (
     Progress,
     Want,
 )
+from truetap.pipeline.extract import Cluster
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.scale import Room, room_for
 from truetap.pipeline.shard_making import Job
@@ -70,7 +73,9 @@ def nodes(*each: tuple[float, float]) -> list[dict[str, Any]]:
         (nodes((2, 0)), 1, None, 99, Room(1, 2, 0)),
         (nodes((2, 0)), 1, 2, 99, Room(2, 1, 0)),
         (nodes((32, 0), (16, 0)), 1, None, 99, Room(2, 16, 0)),
-        (nodes((32, 0), (16, 0)), 1, 5, 99, Room(5, 5, 0)),
+        (nodes((32, 0), (16, 0)), 1, 5, 99, Room(5, 8, 0)),
+        (nodes((16, 0), (3, 0)), 2, 5, 99, Room(5, 3, 0)),  # a fair share would be 5, for three
+        (nodes((16, 0), (16, 0)), 1, 3, 99, Room(3, 8, 0)),
         (nodes((32, 0), (3, 0)), 4, 4, 99, Room(4, 8, 0)),
     ],
 )
@@ -129,17 +134,189 @@ def test_without_ray_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert missing.value.remedy == "pip install 'truetap[ray]' on every node"
 
 
+class RayError(Exception):
+    """Stands in for Ray's own base of errors."""
+
+
+def paper_ray(**does: Any) -> SimpleNamespace:
+    """Ray as far as it is talked to here; ``does`` replaces what it does."""
+    plain = {
+        "is_initialized": lambda: False,
+        "init": lambda **_: None,
+        "shutdown": lambda: None,
+        "exceptions": SimpleNamespace(RayError=RayError),
+    }
+    return SimpleNamespace(**plain | does)
+
+
 def test_nobody_at_the_address_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    ray = SimpleNamespace(is_initialized=lambda: False, init=lambda **_: pytest.fail("asked"))
-    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setitem(sys.modules, "ray", paper_ray(init=lambda **_: pytest.fail("asked")))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         scale._knock(f"ray://127.0.0.1:{port}")
         for without in ("auto", "local"):
             scale._knock(without)
-    said = f"there is no Ray cluster at '127.0.0.1:{port}': .*refused"
+    said = f"cannot join a Ray cluster at '127.0.0.1:{port}': .*refused"
     with pytest.raises(CouldNotRun, match=said), scale._connected(f"127.0.0.1:{port}"):
         pass
+
+
+@pytest.mark.parametrize("does", [RayError("no valid token"), SystemExit(15), SystemExit(1), None])
+def test_however_ray_starts_sigterm_is_as_before_afterwards(
+    monkeypatch: pytest.MonkeyPatch, does: BaseException | None
+) -> None:
+    """Ray sets a handler of its own, which raises ``SystemExit``: that says nothing to anybody."""
+
+    def init(**_: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        if does:
+            raise does
+
+    monkeypatch.setitem(sys.modules, "ray", paper_ray(init=init))
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        if does is None:
+            with scale._connected("auto"):
+                assert signal.getsignal(signal.SIGTERM) is scale._interrupted
+        else:
+            kind = CouldNotRun if isinstance(does, RayError) else KeyboardInterrupt
+            with pytest.raises(kind) as ended, scale._connected("auto"):
+                pass
+            told = "cannot join a Ray cluster at 'auto': no valid token"
+            assert ended.value.args == ((told,) if kind is CouldNotRun else (signal.SIGTERM,))
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("gone", ["nodes", "wait"])
+def test_a_cluster_that_goes_is_told_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, gone: str
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RayError("GCS is\n gone")
+
+    class Fleet(scale.RayFleet):
+        def _start(self, engine: int, assignment: Any) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    ray = paper_ray(nodes=lambda: nodes((2, 0))) if gone == "wait" else paper_ray()
+    setattr(ray, gone, fails)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(scale, "RayFleet", Fleet)
+    monkeypatch.setattr(scale, "sizes", lambda *_: (1, 1, 1, "float32"))
+    extraction: Any = SimpleNamespace(
+        console=Console(file=StringIO()),
+        folder=SimpleNamespace(logs=tmp_path / "logs"),
+        store=SimpleNamespace(folder=tmp_path),
+        config=SimpleNamespace(capture=SimpleNamespace(adapter="fake")),
+        spec=EngineSpec("m", (1,)),
+        facts={},
+        pool=Pool(),
+    )
+    with pytest.raises(CouldNotRun, match="the Ray cluster does not answer: GCS is gone; ") as told:
+        scale.capture(extraction, jobs(1), 2, Cluster("auto"))
+    assert told.value.remedy
+    assert not list(tmp_path.glob("logs/*"))
+
+
+# --- who is silent, and who was only not listened to -------------------------------------------
+
+
+class Clock:
+    """Stands in for ``time`` in ``scale``."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class PaperRay:
+    """Waits for calls that hold their answer once it is there."""
+
+    exceptions = SimpleNamespace(RayError=RayError)
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+
+    def wait(self, calls: list[Any], *, num_returns: int, timeout: float) -> tuple[Any, Any]:
+        there = [call for call in calls if call.answer is not None][:num_returns]
+        if not there:
+            self.clock.now += timeout
+        return there, [call for call in calls if call not in there]
+
+    def get(self, call: Any) -> Any:
+        return call.answer
+
+
+@dataclass(eq=False)
+class PaperCall:
+    answer: Any = None
+
+
+class PaperActor:
+    """Remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[PaperCall] = []
+        self.events = SimpleNamespace(remote=self._called)
+
+    def _called(self) -> PaperCall:
+        self.calls.append(PaperCall())
+        return self.calls[-1]
+
+
+@pytest.fixture
+def fleet(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Three engines that have begun, each asked for its events."""
+    clock = Clock()
+    monkeypatch.setattr(scale, "time", clock)
+    monkeypatch.setattr(scale.RayFleet, "_start", lambda *_: None)
+    made: Any = scale.RayFleet(PaperRay(clock), None, Room(3, 1, 0))  # type: ignore[arg-type]
+    made.clock = clock
+    made._begun = set(made.engines)
+    for engine in made.engines:
+        made._actors[engine] = PaperActor()
+        made._ask(engine, made._actors[engine].events.remote(), scale.SILENCE_S)
+    return made
+
+
+def test_a_head_that_was_busy_takes_nobody_for_lost(fleet: Any) -> None:
+    for engine in (1, 2):  # of the third the answer comes later
+        fleet._actors[engine].calls[-1].answer = [Want()]
+    fleet.clock.now += 2 * scale.SILENCE_S
+    seen = []
+    for heard_ in fleet.heard():
+        seen.append(heard_)
+        fleet.clock.now += 2 * scale.SILENCE_S  # an audit
+    assert seen == [(1, Want()), (2, Want())]
+    assert list(fleet.heard()) == []
+    fleet._actors[3].calls[-1].answer = [Want()]
+    assert list(fleet.heard()) == [(3, Want())]
+
+
+def test_an_answer_that_is_there_counts_however_late(fleet: Any) -> None:
+    fleet._clock += 2 * scale.SILENCE_S
+    for actor in fleet._actors.values():
+        actor.calls[-1].answer = [Want()]
+    assert list(fleet.heard()) == [(engine, Want()) for engine in (1, 2, 3)]
+
+
+def test_an_engine_that_is_silent_while_others_speak_is_lost(fleet: Any) -> None:
+    seen: list[Any] = []
+    rounds = 0
+    while not seen and rounds < 2 * scale.SILENCE_S:
+        for engine in (1, 3):
+            fleet._actors[engine].calls[-1].answer = []
+        fleet.clock.now += 1.0
+        seen, rounds = list(fleet.heard()), rounds + 1
+    assert seen == [(2, Lost("its process did not answer for 120 s"))]
+    assert rounds == scale.SILENCE_S + 1
 
 
 # --- one engine, held in the hand --------------------------------------------------------------
@@ -281,6 +458,38 @@ def test_a_worker_that_sees_another_folder_says_so(
     assert str(last.error).startswith("engine 3 on ")
     assert ("run folder" in str(last.error)) == ("token" in wrong)
     assert "same path on every node" in last.error.remedy
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(OSError(28, "full"), Failed), (OSError(122, "quota"), Failed), (OSError(5, "bad"), Lost)],
+)
+def test_a_full_folder_concerns_all_and_a_bad_device_one(
+    assignment: Assignment, monkeypatch: pytest.MonkeyPatch, error: OSError, kind: type
+) -> None:
+    def opened(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(engine_worker, "opened", opened)
+    monkeypatch.setattr(reaper, "watch_over_me", lambda: None)
+    (last,) = work(EngineWorker(1, assignment), [])
+    assert isinstance(last, kind)
+    if isinstance(last, Lost):
+        assert last.why.startswith("OSError: [Errno 5] bad")
+
+
+def test_a_worker_that_cannot_begin_says_so(
+    assignment: Assignment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: Any) -> None:
+        raise PermissionError(1, "not these cores")
+
+    monkeypatch.setattr(os, "sched_setaffinity", refused)
+    worker = EngineWorker(1, assignment)
+    worker.begin(0, 1)
+    (last,) = worker.events()
+    assert isinstance(last, Lost)
+    assert last.why.startswith("PermissionError: [Errno 1] not these cores")
 
 
 # --- a cluster of this machine -----------------------------------------------------------------
