@@ -44,8 +44,8 @@ test: $(LINKS) ## ruff, mypy, and the tests, the live and slow ones too
 	$(BIN)/ruff format --check . || failed+=' ruff-format'
 	$(BIN)/mypy || failed+=' mypy'
 	# What starts no engine can share the cores, with one thread each; engines get both.
-	$(BIN)/python -m pytest -n 2 -m 'not (torch or live or nightly or gpu)' || failed+=' pytest-light'
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'torch and not (live or nightly or gpu)' \
+	$(BIN)/python -m pytest -n 2 -m 'not gpu and not (torch or live or nightly)' || failed+=' pytest-light'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'torch and not gpu and not (live or nightly)' \
 	    --durations=10 || failed+=' pytest-torch'
 	$(BIN)/python -m pytest -m 'live and not nightly' --durations=25 || failed+=' pytest-live'
 	if [[ $$failed ]]; then echo "FAILED:$$failed" >&2; exit 1; fi
