@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from truetap.harness import verifier
-from truetap.harness.adapters.vllm_session import VllmSession
+from truetap.harness.adapters.vllm_session import VllmSession, greedy
 from truetap.harness.boundaries import check
 from truetap.harness.engine import Prompt, arguments_of, hidden_states_config, visible_gpus
 from truetap.harness.errors import UsageError
@@ -54,13 +54,7 @@ class VllmNativeSession(VllmSession):
         return Prompt(
             key=key,
             token_ids=request.token_ids,
-            sampling={
-                "max_tokens": request.max_tokens,
-                "temperature": 0.0,
-                "ignore_eos": True,
-                "detokenize": False,
-                "extra_args": {"kv_transfer_params": {"truetap_key": key}},
-            },
+            sampling=greedy(request) | {"extra_args": {"kv_transfer_params": {"truetap_key": key}}},
         )
 
     def _refuse_long(self, requests: Sequence[CaptureRequest]) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from truetap.harness import verifier
-from truetap.harness.adapters.vllm_session import VllmSession
+from truetap.harness.adapters.vllm_session import VllmSession, greedy
 from truetap.harness.boundaries import check
 from truetap.harness.engine import Prompt, arguments_of
 from truetap.harness.errors import UsageError
@@ -70,26 +70,19 @@ class VllmRpcSession(VllmSession):
         self._longest = spec.max_model_len - 1
         if not self._engine.prefills_in_chunks:
             self._longest = min(self._longest, spec.max_num_batched_tokens)
-        self._runner = ""
         if not boundaries:
             return
         try:
-            runners = self._collect("truetap_watch", list(boundaries))
+            self._collect("truetap_watch", list(boundaries))
         except BaseException:
             self.close()
             raise
-        self._runner = f"V{runners[0]}"
 
     def _prompt(self, key: str, request: CaptureRequest) -> Prompt:
         return Prompt(
             key=key,
             token_ids=request.token_ids,
-            sampling={
-                "max_tokens": request.max_tokens,
-                "temperature": 0.0,
-                "ignore_eos": True,
-                "detokenize": False,
-            },
+            sampling=greedy(request),
             cache_salt=key,
         )
 

@@ -330,6 +330,16 @@ class _Overheard:
         return self.replies
 
 
+def greedy(request: CaptureRequest) -> dict[str, Any]:
+    """Return what both paths tell vLLM's ``SamplingParams`` of a request."""
+    return {
+        "max_tokens": request.max_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+
+
 def _take_in(finished: Finished, making: Mapping[str, _Making], progress: Progress) -> bool:
     """Note what the engine finished; return whether that was the last of its shard."""
     name, _, number = finished.key.removeprefix(KEY_PREFIX).rpartition(":")

@@ -280,6 +280,19 @@ def test_too_few_or_too_many_rows_are_refused_and_no_slot_is_lost(
         assert failed["message"].startswith(f"the engine gives states [{given}, 3, 8]")
 
 
+def test_a_copy_that_fails_gives_its_slot_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = made(pool_bytes=2 * SLOT)
+    monkeypatch.setattr(subject, "_copy", lambda _rows, _states: 1 / 0)
+    for name in "abc":  # more shards than slots
+        (key,) = shard_of(subject, tmp_path, name, [2])
+        assert subject._free.qsize() == 2
+        put(subject, key, 0, [1, 2], states_of(1, 2))
+        failed = subject.report([str(tmp_path / name)], WAIT_S)["failed"]
+        assert failed["type"] == "ZeroDivisionError"
+
+
 def test_earlier_rows_after_later_ones_are_refused(tmp_path: Path) -> None:
     """What is left out of a second computation is the beginning, or nothing."""
     subject = made()
