@@ -38,6 +38,8 @@ from truetap.harness.record_cases import CASES, Case, Step
 
 CASE_DEADLINE_S = 900.0
 SHUTDOWN_DEADLINE_S = 20.0
+_KERNELS = ("VLLM_ATTENTION_BACKEND", "VLLM_CACHE_ROOT", "VLLM_USE_FLASHINFER_SAMPLER")
+"""Settings without which vLLM may not start on a machine, and which are none of the replies'."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +159,12 @@ def _hold_session(name: str, folder: Path, model: Path) -> str:
 
 
 def _inherited(case: Case) -> dict[str, str]:
-    """Return the environment of a session: none of the user's vLLM settings, only the case's."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    """Return a session's environment: of the user's settings of vLLM only those about kernels."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _KERNELS or not name.startswith("VLLM_")
+    }
     kept |= {
         "HF_HUB_OFFLINE": "1",
         "TORCHDYNAMO_DISABLE": "1",

@@ -136,11 +136,17 @@ class Staging:
             _thread("truetap-sync", self._sync_all, queue)
 
     def expect(
-        self, partial: str, keys: Sequence[str], lengths: Sequence[int], masks: Sequence[bytes]
+        self,
+        name: str,
+        partial: str,
+        keys: Sequence[str],
+        lengths: Sequence[int],
+        masks: Sequence[bytes],
     ) -> None:
         """Announce a shard before the first of its requests reaches the engine; make its file.
 
-        That it could not be made is told by ``report``, as of writing to it.
+        That it could not be made is told by ``report``, as of writing to it. Reports call the shard
+        by ``name``; replies are recorded and published, so it should be no path.
         """
         path = Path(partial)
         layout = Layout(tuple(lengths), *self._shape, self._dtype)
@@ -151,7 +157,7 @@ class Staging:
             except OSError as error:
                 shard.error = error
         self._announced += 1
-        self._shards[partial] = shard
+        self._shards[name] = shard
         first_rows = accumulate((0, *lengths))
         for lane, (key, row, length) in enumerate(zip(keys, first_rows, lengths, strict=False)):
             ids = np.full(length, -1, dtype=np.int64)
@@ -205,7 +211,7 @@ class Staging:
         ``due`` are shards all of whose requests the engine has finished: what is not there now
         never will be. Waits up to ``wait_s`` seconds until there is news of one of them.
 
-        ``written``: for each complete one, by its partial file, what was seen of its requests.
+        ``written``: for each complete one, by its name, what was seen of its requests.
         ``missing``: how many rows there are of incomplete requests of due shards. ``others``: how
         many requests were captured that nobody asked for. ``failed``: the first error.
         ``status``: what the user is shown. What is told is forgotten.

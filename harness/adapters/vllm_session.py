@@ -53,6 +53,13 @@ class _Making:
     seen: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
     """What each rank saw of each request, once it has everything."""
 
+    @property
+    def announcement(self) -> list[Any]:
+        """Return what a rank is told of it beforehand."""
+        lengths = [len(request.token_ids) for request in self.order.requests]
+        masks = [bytes(mask) for mask in self.order.loss_masks]
+        return [str(self.partial), self.keys, lengths, masks]
+
 
 class VllmSession(ABC):
     """A running vLLM engine that captures every prompt it is given."""
@@ -159,9 +166,9 @@ class VllmSession(ABC):
                 self._ask_until_news(making, ready, progress)
             keys = [f"{KEY_PREFIX}{call}:{number}:{n}" for n in range(len(order.requests))]
             partial = shard.partial_path(order.path, f"{call}-{number}")
-            new = _Making(order, partial, keys, unfinished=len(keys))
-            making[f"{call}:{number}"] = new
-            self._ask(making, ready, progress, [new])
+            name = f"{call}:{number}"
+            making[name] = _Making(order, partial, keys, unfinished=len(keys))
+            self._ask(making, ready, progress, [name])
             for key, request in zip(keys, order.requests, strict=True):
                 yield self._prompt(key, request)
 
@@ -186,23 +193,15 @@ class VllmSession(ABC):
         making: dict[str, _Making],
         ready: deque[WrittenShard],
         progress: Progress,
-        announced: Sequence[_Making] = (),
+        announced: Sequence[str] = (),
         wait_s: float = 0.0,
     ) -> None:
         """Announce shards to every rank, and hear what has come of those under way.
 
         Those that all ranks have seen completely go from ``making`` to ``ready``.
         """
-        told = [
-            [
-                str(one.partial),
-                one.keys,
-                [len(request.token_ids) for request in one.order.requests],
-                [bytes(mask) for mask in one.order.loss_masks],
-            ]
-            for one in announced
-        ]
-        due = {str(one.partial): one for one in making.values() if not one.unfinished}
+        told = [[name, *making[name].announcement] for name in announced]
+        due = {name: one for name, one in making.items() if not one.unfinished}
         reports = self._collect("truetap_shards", told, list(due), wait_s)
         progress.status = Status(**reports[0]["status"])
         for rank, report in reports.items():

@@ -38,7 +38,7 @@ def stream_through(folder: Path, kind: type[Staging], requests: int, *, sleep: i
     for start in range(0, requests, PER_SHARD):
         name, count = folder / f"{start}", min(PER_SHARD, requests - start)
         keys = [f"{start + n}" for n in range(count)]
-        staging.expect(str(name), keys, [TOKENS] * count, [bytes(TOKENS)] * count)
+        staging.expect(str(name), str(name), keys, [TOKENS] * count, [bytes(TOKENS)] * count)
         for n, key in enumerate(keys):
             if sleep:
                 torch.cuda._sleep(sleep)  # the engine's work is behind

@@ -380,10 +380,12 @@ def test_sessions_inherit_none_of_the_users_engine_settings(
 ) -> None:
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     monkeypatch.setenv("VLLM_USE_V1", "0")
+    monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", "0")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     default = record._inherited(CASES["llm-across-processes"])
     assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in default
     assert "VLLM_USE_V1" not in default
+    assert default["VLLM_USE_FLASHINFER_SAMPLER"] == "0"  # without it vLLM may not start
     assert default["OMP_NUM_THREADS"] == "3"
     insecure = record._inherited(CASES["llm-across-processes-insecure"])
     assert insecure["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"

@@ -53,7 +53,7 @@ def put(subject: Staging, key: str, position: int, ids: list[int], states: Any) 
 def shard_of(subject: Staging, folder: Path, name: str, lengths: list[int]) -> list[str]:
     keys = [f"{name}:{n}" for n in range(len(lengths))]
     masks = [bytes([1] * length) for length in lengths]
-    subject.expect(str(folder / name), keys, lengths, masks)
+    subject.expect(str(folder / name), str(folder / name), keys, lengths, masks)
     return keys
 
 

@@ -93,11 +93,11 @@ class WithoutEngine:
             partial = order.path.with_name(f"{order.path.name}.{self.orders}.partial")
             keys = [f"{self.orders}:{r.key}" for r in order.requests]
             lengths = [len(r.token_ids) for r in order.requests]
-            staging.expect(str(partial), keys, lengths, list(order.loss_masks))
+            staging.expect(order.path.name, str(partial), keys, lengths, list(order.loss_masks))
             for key, request, rows in zip(keys, order.requests, states, strict=True):
                 staging.put(key, 0, request.token_ids, lambda a, b, rows=rows: rows[a:b])
                 progress.finished(Finished(key, [], "", "length", None, None, None), request)
-            report = staging.report([str(partial)], 60.0)
+            report = staging.report([order.path.name], 60.0)
             if failed := report["failed"]:
                 raise CouldNotRun(failed["message"], remedy="finished shards are kept")
             progress.status = Status(**report["status"])
