@@ -39,8 +39,8 @@ asked for, and the ones before them, without which few mutants could be made of 
 _BINDING = (
     *("machine", "engine", "engine_version", "torch_version", "cuda_version", "device"),
     *("model_runner", "dtype", "tensor_parallel_size", "pipeline_parallel_size", "world_size"),
-    *("max_model_len", "max_num_batched_tokens", "max_num_seqs", "enforce_eager", "block_size"),
-    *("enable_prefix_caching", "enable_chunked_prefill", "kv_connector"),
+    *("executor", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "enforce_eager"),
+    *("block_size", "enable_prefix_caching", "enable_chunked_prefill", "kv_connector"),
     *("verifier", "boundaries", "adapter"),
 )
 _RECORDED = (

@@ -98,12 +98,21 @@ def _refuse_missing_gpus(tensor_parallel_size: int) -> None:
         )
 
 
+def ranks(tensor_parallel_size: int, executor: str) -> dict[str, Any]:
+    """Return what vLLM must be told of an engine's ranks, and of who starts them."""
+    told: dict[str, Any] = {"tensor_parallel_size": tensor_parallel_size}
+    if tensor_parallel_size > 1 or executor != "mp":
+        # "mp" is told, too: within a Ray actor vLLM would take Ray by itself.
+        told["distributed_executor_backend"] = executor
+    return told
+
+
 def arguments_of(spec: EngineSpec) -> dict[str, Any]:
     """Return what vLLM's ``LLM`` must be told for the settings of ``spec``, capture excepted."""
     arguments: dict[str, Any] = {
         "model": spec.model,
         "dtype": spec.dtype,
-        "tensor_parallel_size": spec.tensor_parallel_size,
+        **ranks(spec.tensor_parallel_size, spec.executor),
         "max_model_len": spec.max_model_len,
         "max_num_batched_tokens": spec.max_num_batched_tokens,
         "max_num_seqs": spec.max_num_seqs,
@@ -112,9 +121,6 @@ def arguments_of(spec: EngineSpec) -> dict[str, Any]:
         "seed": spec.seed,
         "skip_tokenizer_init": True,
     }
-    if spec.tensor_parallel_size > 1:
-        # What vLLM takes by itself, but in a Ray actor, where it would ask Ray for more processes.
-        arguments["distributed_executor_backend"] = "mp"
     if spec.kv_cache_blocks is not None:
         arguments["num_gpu_blocks_override"] = spec.kv_cache_blocks
         arguments["disable_log_stats"] = False  # counts preemptions
@@ -150,7 +156,8 @@ class VllmEngine:
         call_deadline_s: float = 120.0,
         kind: Kind = "llm",
     ) -> None:
-        _refuse_missing_gpus(arguments.get("tensor_parallel_size", 1))
+        if arguments.get("distributed_executor_backend") != "ray":  # whose GPUs are elsewhere
+            _refuse_missing_gpus(arguments.get("tensor_parallel_size", 1))
         self._log = log
         self._deadline_s = call_deadline_s
         self._usable = True

@@ -29,6 +29,8 @@ class EngineSpec:
     """What to capture, slot by slot. Empty: the same engine without any capture."""
     dtype: str = "bfloat16"
     tensor_parallel_size: int = 1
+    executor: str = "mp"
+    """Who starts the ranks: "mp" (all on this machine), or "ray" (vLLM asks Ray, on any nodes)."""
     max_model_len: int = 512
     """Longest sequence in tokens. Prompts of up to ``max_model_len - 2`` tokens must be captured
     (one generated token, one draft token), up to ``max_model_len`` captured whole or refused,

@@ -202,7 +202,12 @@ def conform(stage: Stage, as_json: bool) -> None:
     from truetap.pipeline import conform as suite
 
     made = suite.conform(
-        stage.adapter, stage.spec, suite.profile_of(stage.config), stage.folder, stage.console
+        stage.adapter,
+        stage.spec,
+        suite.profile_of(stage.config),
+        stage.folder,
+        stage.console,
+        device=stage.config.gate.reference_device,
     )
     if as_json:
         click.echo(stage.folder.report.read_text())
@@ -377,10 +382,19 @@ def evaluate(stage: Stage, as_json: bool) -> None:
 @CONFIG
 @MUTANT
 @ALLOW_UNCERTIFIED
-def run(config: Path, mutant: str | None, allow_uncertified: str | None) -> None:
+@cli_engine.RAY
+@cli_engine.ENGINES
+def run(
+    config: Path,
+    mutant: str | None,
+    allow_uncertified: str | None,
+    ray: str | None,
+    engines: int | None,
+) -> None:
     """Do all stages: conform, certify, gate, prepare, extract, train, evaluate, report.
 
-    A second run continues where the last one stopped, and redoes nothing that is finished.
+    A second run continues where the last one stopped, and redoes nothing that is finished. With
+    --ray the shards are made by several engines; every other stage runs here.
     """
     from truetap.pipeline import run as whole
 
@@ -389,9 +403,10 @@ def run(config: Path, mutant: str | None, allow_uncertified: str | None) -> None
             "a run with --mutant ends at the gate, which --allow-uncertified would open",
             remedy="give one of the two",
         )
+    cluster = cli_engine.cluster_of(ray, engines)
     # Does not hold the folder itself: each stage does, in a process of its own.
     stage = Stage(config, mutant)
-    whole.run(stage, allow_uncertified=allow_uncertified)
+    whole.run(stage, allow_uncertified=allow_uncertified, cluster=cluster)
 
 
 for verb in (

@@ -57,6 +57,9 @@ class Capture(_Table):
     """Ascending; the last one gives the training targets. Default: EAGLE-3's set."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     tensor_parallel_size: Positive = 1
+    executor: Literal["mp", "ray"] = "mp"
+    """``ray``: vLLM spreads the ranks of its one engine over a Ray cluster's nodes (docs/scale.md);
+    ``mp``: all are on this machine."""
     max_model_len: Positive = 512
     max_num_batched_tokens: Positive = 1024
     max_num_seqs: Positive = 32
@@ -82,6 +85,9 @@ class Gate(_Table):
 
     profile: Literal["shapes", "core", "full"] = "core"
     """What is run, and the least that is demanded; a policy may demand more."""
+    reference_device: str = "cpu"
+    """Where the suite computes what the states should be: ``cpu``, or block by block on a GPU that
+    has room for one block beside the engine, as ``cuda:0``. A run's audits stay on the CPU."""
     policy: Path | None = None
     """Default: that of development, which anybody's certificate satisfies, signed or not."""
     key: Path | None = None

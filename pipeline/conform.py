@@ -29,9 +29,18 @@ if TYPE_CHECKING:
 
 
 def conform(
-    adapter: str, spec: EngineSpec, profile: str, folder: RunFolder, console: Console
+    adapter: str,
+    spec: EngineSpec,
+    profile: str,
+    folder: RunFolder,
+    console: Console,
+    *,
+    device: str = "cpu",
 ) -> Report:
-    """Put an adapter through the suite; return the report, which is also written to the folder."""
+    """Put an adapter through the suite; return the report, which is also written to the folder.
+
+    ``device`` is where the reference computes.
+    """
     where = folder.report.parent
     where.mkdir(parents=True, exist_ok=True)
     folder.report.unlink(missing_ok=True)
@@ -41,6 +50,7 @@ def conform(
         *(sys.executable, "-m", "pytest", "--pyargs", "truetap.conformance"),
         *("--adapter", adapter, "--profile", profile, "--spec", str(where / "spec.json")),
         *("--report", str(folder.report), "--deadline", str(DEADLINE_S)),
+        *("--reference-device", device),
         *("-q", "-s", "-p", "no:cacheprovider"),
         f"--rootdir={where}",
     ]

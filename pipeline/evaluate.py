@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from truetap.harness.engine import Finished, Prompt, VllmEngine
+from truetap.harness.engine import Finished, Prompt, VllmEngine, ranks
 from truetap.harness.errors import CheckFailed, CouldNotRun, UsageError
 from truetap.harness.progress import bar
 from truetap.pipeline import run_folder, uncertified
@@ -110,7 +110,7 @@ def _engine(head: str, config: RunConfig, folder: RunFolder, model: Path) -> dic
     arguments: dict[str, Any] = {
         "model": str(model),
         "dtype": settings.dtype,
-        "tensor_parallel_size": capture.tensor_parallel_size,
+        **ranks(capture.tensor_parallel_size, capture.executor),
         "max_model_len": capture.max_model_len,
         "max_num_batched_tokens": capture.max_num_batched_tokens,
         "max_num_seqs": capture.max_num_seqs,

@@ -107,6 +107,12 @@ class Cluster:
     engines: int | None = None
     """How many; None: as many as there is room for."""
 
+    @property
+    def options(self) -> list[str]:
+        """Return how ``truetap extract`` is told."""
+        many = ["--engines", str(self.engines)] if self.engines else []
+        return ["--ray", self.address, *many]
+
 
 @dataclass(frozen=True)
 class Extraction:

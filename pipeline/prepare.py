@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from truetap.harness import verifier
-from truetap.harness.engine import VllmEngine
+from truetap.harness.engine import VllmEngine, ranks
 from truetap.harness.errors import CheckFailed, IntegrityError, UsageError
 from truetap.harness.progress import bar
 from truetap.pipeline import answering, chat, dataset_card, run_folder, selection
@@ -212,7 +212,7 @@ def _engine(config: RunConfig, model: Path) -> dict[str, Any]:
     return {
         "model": str(model),
         "dtype": capture.dtype,
-        "tensor_parallel_size": capture.tensor_parallel_size,
+        **ranks(capture.tensor_parallel_size, capture.executor),
         "max_model_len": capture.max_model_len,
         "max_num_batched_tokens": capture.max_num_batched_tokens,
         # Decoding is bound by reading the weights: more sequences at once cost little.

@@ -21,12 +21,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from truetap.pipeline.cli import Stage
+    from truetap.pipeline.extract import Cluster
 
 
-def run(stage: Stage, *, allow_uncertified: str | None = None) -> None:
+def run(
+    stage: Stage, *, allow_uncertified: str | None = None, cluster: Cluster | None = None
+) -> None:
     """Run all stages; the gate stands before everything that costs time.
 
     ``allow_uncertified`` is the reason for which the run goes on even if the gate denies.
+    ``cluster`` is where engines make the shards; None: one engine here.
     """
     reaper.watch_over_me()
     began = time.monotonic()
@@ -62,10 +66,16 @@ def run(stage: Stage, *, allow_uncertified: str | None = None) -> None:
     if stage.mutant:
         console.print("a run with --mutant ends at the gate", highlight=False)
         return
-    for verb in ("prepare", "extract", "train", "evaluate"):
+    without = ["--allow-uncertified", allow_uncertified] if allow_uncertified else []
+    where = cluster.options if cluster else []
+    for verb, options in (
+        ("prepare", []),
+        ("extract", without + where),
+        ("train", without),
+        ("evaluate", []),
+    ):
         _title(console, verb)
-        passed_on = allow_uncertified if verb in ("extract", "train") else None
-        _verb(verb, stage, options=("--allow-uncertified", passed_on) if passed_on else ())
+        _verb(verb, stage, options=options)
     _title(console, "report")
     page = report.write_page(folder.root)
     summary = report.load(folder.root)

@@ -71,6 +71,11 @@ def capture(extraction: Extraction, todo: Sequence[Job], total: int, cluster: Cl
 
     An engine's own error ends it, with that error. However it ends, the engines end with it.
     """
+    if extraction.spec.executor == "ray":
+        raise UsageError(
+            'executor = "ray" spreads one engine over nodes, --ray gives engines a node each',
+            remedy="leave out one of the two",
+        )
     console, folder = extraction.console, extraction.folder
     done = total - sum(len(job.conversations) for job in todo)
     console.print(f"to be captured: {plan.told(*sizes(todo, extraction.spec))}", highlight=False)

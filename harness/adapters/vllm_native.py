@@ -92,7 +92,7 @@ def _supported(spec: EngineSpec) -> tuple[int, ...]:
         raise UsageError(
             f"vLLM cannot give boundary 0 of a {model_type} verifier", remedy=_EMBEDDINGS
         )
-    if 0 in spec.boundaries and visible_gpus():
+    if 0 in spec.boundaries and (visible_gpus() or spec.executor == "ray"):
         # vLLM keeps the embeddings themselves, no copy; the first block's fused norm adds to them
         # in place. Seen on 0.26.0, eager; the code is the same in 0.32.0.
         raise UsageError(

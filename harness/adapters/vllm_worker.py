@@ -100,6 +100,7 @@ def facts(worker: Any) -> dict[str, Any]:
         "tensor_parallel_size": config.parallel_config.tensor_parallel_size,
         "pipeline_parallel_size": config.parallel_config.pipeline_parallel_size,
         "world_size": config.parallel_config.world_size,
+        "executor": str(config.parallel_config.distributed_executor_backend),
         "max_model_len": config.model_config.max_model_len,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
         "max_num_seqs": config.scheduler_config.max_num_seqs,

@@ -20,6 +20,34 @@ import pytest
 from truetap.harness import deadline, engine
 from truetap.harness.engine import Prompt, VllmEngine
 from truetap.harness.errors import CouldNotRun, UsageError
+from truetap.harness.model import EngineSpec
+
+
+@pytest.mark.parametrize(
+    ("ranks", "executor", "told"),
+    [(1, "mp", None), (2, "mp", "mp"), (1, "ray", "ray"), (16, "ray", "ray")],
+)
+def test_vllm_is_told_who_starts_its_ranks(ranks: int, executor: str, told: str | None) -> None:
+    spec = EngineSpec("m", (1,), tensor_parallel_size=ranks, executor=executor)
+    arguments = engine.arguments_of(spec)
+    assert arguments["tensor_parallel_size"] == ranks
+    assert arguments.get("distributed_executor_backend") == told
+
+
+@pytest.mark.parametrize(("executor", "missed"), [("mp", True), ("ray", False)])
+def test_gpus_of_other_nodes_are_not_missed_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executor: str, missed: bool
+) -> None:
+    def starts(*_: object) -> None:
+        raise CouldNotRun("it was started")
+
+    monkeypatch.setattr(engine, "visible_gpus", lambda: 1)
+    monkeypatch.setattr(engine, "_start", starts)
+    spec = EngineSpec("m", (1,), tensor_parallel_size=2, executor=executor)
+    sentence = "2 ranks needs as many GPUs" if missed else "it was started"
+    with pytest.raises((UsageError, CouldNotRun), match=sentence):
+        VllmEngine(engine.arguments_of(spec), log=tmp_path / "log")
+
 
 # What vLLM 0.32.0 writes at every start without a tokenizer.
 HARMLESS = """\

@@ -337,6 +337,27 @@ def test_a_defect_of_ours_never_reads_as_no(
     assert "ZeroDivisionError: ours" in stderr
 
 
+def test_the_suites_reference_computes_where_the_configuration_says(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from truetap.pipeline import conform
+
+    started: list[list[str]] = []
+
+    def popen(command: list[str], **_: Any) -> None:
+        started.append(command)
+        raise CouldNotRun("that was all")
+
+    config.write_text(config.read_text() + '[gate]\nreference_device = "cuda:1"\n')
+    monkeypatch.setattr(conform.subprocess, "Popen", popen)
+    monkeypatch.setattr(sys, "argv", ["truetap", "conform", str(config)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == CouldNotRun.exit_code
+    (command,) = started
+    assert command[command.index("--reference-device") + 1] == "cuda:1"
+
+
 def run_with(
     config: Path,
     monkeypatch: pytest.MonkeyPatch,

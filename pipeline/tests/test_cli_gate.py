@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from truetap.harness.suite_options import suite_digest
 from truetap.pipeline import cli, conform, gatekeeper, policy, run
 from truetap.pipeline import config as configuration
 from truetap.pipeline import report as pages
+from truetap.pipeline.extract import Cluster
 from truetap.pipeline.gate import Decision
 from truetap.pipeline.run_folder import RunFolder
 
@@ -295,8 +296,8 @@ class Stage:
 def verbs(here: Run, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
 
-    def verb(name: str, *_: Any, **__: Any) -> None:
-        done.append(name)
+    def verb(name: str, *_: Any, options: Sequence[str] = (), **__: Any) -> None:
+        done.append(" ".join((name, *options)))
         if name == "conform":
             here.report()
 
@@ -319,6 +320,17 @@ def test_a_run_without_a_key_says_once_that_it_is_for_development(
     said = console.file.getvalue()  # type: ignore[attr-defined]
     assert said.count("no key is configured: the certificate is UNSIGNED") == 1
     assert "gate: allowed so far, from the files (unsigned: development only)" in said
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options"),
+    [(Cluster("auto"), " --ray auto"), (Cluster("h:1", 4), " --ray h:1 --engines 4")],
+)
+def test_a_run_on_a_cluster_makes_its_shards_there(
+    here: Run, verbs: list[str], console: Console, cluster: Cluster, options: str
+) -> None:
+    run.run(Stage(here, console), cluster=cluster)  # type: ignore[arg-type]
+    assert verbs == ["conform", *(name + options * (name == "extract") for name in STAGES)]
 
 
 def test_a_run_with_key_and_policy_signs_and_is_held_to_them(

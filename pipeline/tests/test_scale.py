@@ -223,6 +223,13 @@ def test_a_cluster_that_goes_is_told_in_one_sentence(
     assert not list(tmp_path.glob("logs/*"))
 
 
+def test_an_engine_that_is_spread_over_nodes_is_not_one_of_several() -> None:
+    extraction: Any = SimpleNamespace(spec=EngineSpec("m", (1,), executor="ray"))
+    with pytest.raises(UsageError, match="spreads one engine over nodes") as told:
+        scale.capture(extraction, jobs(1), 2, Cluster("auto"))
+    assert told.value.remedy
+
+
 # --- who is silent, and who was only not listened to -------------------------------------------
 
 
