@@ -7,6 +7,7 @@ any capture. Every other variant is counted until the last shard is on the disk 
 back, its digests compared, its values looked at, and published: what `truetap extract` does. All
 variants' engines are up at once and take turns, the others suspended: engines that wait compute
 too. Where the memory is too small for that (a GPU), `--apart` starts one anew for each turn.
+A capture path that writes no shards (`vllm_example`) is counted until its states are in memory.
 
 `--fill N` makes the run N times the size of the pool and tells what the engine's processes grew by.
 """
@@ -33,7 +34,7 @@ from typing import Any
 import psutil
 
 from truetap.harness import registry, verifier
-from truetap.harness.extraction import Pool
+from truetap.harness.extraction import Extracting, Pool
 from truetap.harness.model import CaptureRequest, EngineSpec
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.shard_making import Job, Pace, make_shards
@@ -119,7 +120,7 @@ class Subject:
             max_model_len=max(given.lengths) + 2,
             max_num_batched_tokens=given.batch,
             max_num_seqs=given.seqs,
-            enforce_eager=given.eager or variant == "vllm_rpc",
+            enforce_eager=given.eager,
             enable_prefix_caching=False,
             tensor_parallel_size=given.tensor_parallel,
         )
@@ -147,10 +148,10 @@ class Subject:
         memory = Memory(self._processes)
         pace = Watched()
         began = time.monotonic()
-        if self.variant == "plain":
-            self._prefill(prompts)
-        else:
+        if isinstance(self._session, Extracting) and self.variant != "plain":
             self._extract(prompts, pace)
+        else:
+            self._capture(prompts)
         ended = time.monotonic()
         seconds = ended - began
         memory.stop()
@@ -166,9 +167,12 @@ class Subject:
             status.most_staged / 2**20,
         )
 
-    def _prefill(self, prompts: list[tuple[int, ...]]) -> None:
+    def _capture(self, prompts: list[tuple[int, ...]]) -> None:
         requests = [CaptureRequest(str(n), ids) for n, ids in enumerate(prompts)]
-        assert len(self._session.capture(requests).captures) == len(prompts)
+        captures = self._session.capture(requests).captures
+        assert len(captures) == len(prompts)
+        if self._spec.boundaries:
+            assert sum(len(one.states) for one in captures) == sum(map(len, prompts))
 
     def _extract(self, prompts: list[tuple[int, ...]], pace: Watched) -> None:
         folder = Path(tempfile.mkdtemp(dir=self._given.folder or self._scratch))

@@ -27,7 +27,7 @@ from truetap.harness.adapters import mutants
 from truetap.harness.errors import CouldNotRun, UsageError
 from truetap.harness.model import EngineSpec
 from truetap.harness.observation import Observation, observe
-from truetap.harness.reference import ReferenceStates, open_reference
+from truetap.harness.reference import Reference, ReferenceStates, open_reference
 from truetap.harness.scenes import play
 
 COSTLY = ("ROWS-010", "LAYERS-008")
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--profile", default="full", choices=["core", "full"])
     parser.add_argument("--reference", default="auto", choices=["auto", "whole", "streamed"])
+    parser.add_argument("--reference-device", default="cpu", help="cuda:0: streamed, on the GPU")
     parser.add_argument("--control", action="store_true", help="correct captures only, no mutants")
     parser.add_argument("--out", type=Path, required=True)
     chosen = parser.parse_args()
@@ -62,9 +63,10 @@ def main() -> None:
             enable_prefix_caching=facts.config["model_type"] != "qwen3_next",
         )
         faults = ["none"] if chosen.control else list(mutants.FAULTS)
-        measured = measure(
-            chosen.adapter, spec, Path(scratch), chosen.profile, faults, chosen.reference
+        reference = open_reference(
+            model, chosen.dtype, kind=chosen.reference, device=chosen.reference_device
         )
+        measured = measure(chosen.adapter, spec, Path(scratch), chosen.profile, faults, reference)
     key = f"{name or facts.name}/{chosen.dtype}/{chosen.adapter}/{chosen.profile}"
     known = json.loads(chosen.out.read_text()) if chosen.out.exists() else {}
     chosen.out.write_text(json.dumps(known | {key: measured}, indent=1) + "\n")
@@ -76,7 +78,7 @@ def measure(
     scratch: Path,
     profile: str,
     faults: Sequence[str],
-    kind: str = "auto",
+    reference: Reference,
 ) -> dict[str, Any]:
     """Judge every fault by every clause, and measure it; return a record of JSON values."""
     rows: dict[str, Any] = {}
@@ -87,7 +89,7 @@ def measure(
         own = mutants.FAULTS[fault].caught_by
         return [c for c in clauses if c not in COSTLY or own in {"", c}]
 
-    for fault, seen, failures in judged(adapter, spec, scratch, profile, faults, asked, kind):
+    for fault, seen, failures in judged(adapter, spec, scratch, profile, faults, asked, reference):
         rows[fault] = {**_quantities(seen), "caught_by": sorted(failures)}
         if fault == "none":
             refused = judge.refused(seen)
@@ -109,10 +111,9 @@ def judged(
     profile: str,
     faults: Sequence[str],
     asked: Callable[[str], Sequence[str]],
-    kind: str = "auto",
+    reference: Reference,
 ) -> Iterator[tuple[str, Observation, dict[str, str]]]:
     """Open a real adapter once for each setting; yield what each fault's failing clauses saw."""
-    reference = open_reference(Path(spec.model), spec.dtype, kind=kind)
     references: dict[str, ReferenceStates] = {}
     opened: dict[EngineSpec, Remembering | UsageError | CouldNotRun] = {}
     # Correct captures alone are taken at the boundaries asked for, as the suite does.

@@ -27,6 +27,15 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 1,
 }
 
+_NARROW: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,  # the least that vLLM's CPU kernels have
+    "initializer_range": 0.24,
+}
+
 _LATENT: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
@@ -38,6 +47,20 @@ _LATENT: dict[str, Any] = {
     "n_routed_experts": 16,
 }
 """What the DeepSeeks share; vLLM's CPU build has no other latent and rotary sizes."""
+
+_DEEPSEEK_V3: dict[str, Any] = {
+    **_LATENT,
+    "num_experts_per_tok": 8,
+    "n_group": 4,
+    "topk_group": 3,
+    "routed_scaling_factor": 1.0,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+
+_SIGMOID = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""transformers routes in this way without being told, and so does not write it down; vLLM reads it
+from the configuration, as published with the original, and takes softmax without it."""
 
 _YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -66,16 +89,14 @@ def narrow_llama(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Pat
     A recording is judged against a verifier that is built anew, so these weights are the same bytes
     on every machine and with every release of torch and transformers.
     """
-    settings = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,  # the least that vLLM's CPU kernels have
-        "initializer_range": 0.24,
-        "num_hidden_layers": num_blocks,
-    }
+    settings = {**_NARROW, "num_hidden_layers": num_blocks}
     return _build(directory, "narrow_llama", "Llama", settings, seed, reproducible=True)
+
+
+def narrow_qwen3(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
+    """Write a Qwen3 as ``narrow_llama``, with norms on queries and keys; 0.7 MB."""
+    settings = {**_NARROW, "num_hidden_layers": num_blocks}
+    return _build(directory, "narrow_qwen3", "Qwen3", settings, seed, reproducible=True)
 
 
 def tiny_qwen3(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
@@ -145,26 +166,39 @@ def tiny_deepseek_v3(
     ``yarn=False`` positions are encoded the plain way, which no published DeepSeek-V3 does: vLLM's
     CPU kernel for it rotates wrong rows (see ``docs/verifiers.md``).
     """
-    settings: dict[str, Any] = {
+    settings = {
+        **_DEEPSEEK_V3,
         # Above this attention is so sharp, and routing so close, that bfloat16 alone moves a row
         # by a fifth of its length.
         "initializer_range": 0.08,
         "num_hidden_layers": num_blocks,
-        **_LATENT,
         "q_lora_rank": 64,
-        "num_experts_per_tok": 8,
-        "n_group": 4,
-        "topk_group": 3,
-        "routed_scaling_factor": 1.0,
-        "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 0,
     }
     if yarn:
         settings["rope_parameters"] = _YARN
-    # transformers routes in this way without being told, and so does not write it down; vLLM reads
-    # it from the configuration, as published with the original, and takes softmax without it.
-    unsaid = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-    return _build(directory, "tiny_deepseek_v3", "DeepseekV3", settings, seed, unsaid=unsaid)
+    return _build(directory, "tiny_deepseek_v3", "DeepseekV3", settings, seed, unsaid=_SIGMOID)
+
+
+def narrow_deepseek_v3(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
+    """Write ``tiny_deepseek_v3`` of width 32, the same bytes everywhere: for recordings; 9 MB."""
+    settings = {
+        **_DEEPSEEK_V3,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "initializer_range": 0.12,
+        "num_hidden_layers": num_blocks,
+        "q_lora_rank": 32,
+        "rope_parameters": _YARN,
+    }
+    return _build(
+        directory,
+        "narrow_deepseek_v3",
+        "DeepseekV3",
+        settings,
+        seed,
+        unsaid=_SIGMOID,
+        reproducible=True,
+    )
 
 
 def tiny_deepseek_v2(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
@@ -216,10 +250,12 @@ FAMILIES: dict[str, Builder] = {
     "llama_narrow": narrow_llama,
     "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,
+    "qwen3_narrow": narrow_qwen3,
     "qwen3_moe": tiny_qwen3_moe,
     "qwen3_next": tiny_qwen3_next,
     "deepseek_v2": tiny_deepseek_v2,
     "deepseek_v3": tiny_deepseek_v3,
+    "deepseek_v3_narrow": narrow_deepseek_v3,
 }
 """One builder a family, by name: ``FAMILIES[name](directory, seed=0, num_blocks=12)``."""
 

@@ -6,12 +6,15 @@ recorded. ``truetap.harness.adapters.replay`` plays it back.
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 from truetap.harness import (
@@ -31,6 +34,10 @@ from truetap.harness.model import CaptureBatch, CaptureRequest, EngineSpec, Envi
 from truetap.harness.observation import observe
 from truetap.harness.record import engine_package
 from truetap.harness.reference import Reference, ReferenceStates
+
+NARROW = "llama_narrow"
+_GIVEN = ("model", "boundaries")
+"""Fields of a specification that a recording sets itself."""
 
 
 class RecordingSession:
@@ -102,16 +109,18 @@ def record_captures(
     adapter: str,
     into: Path,
     *,
-    family: str = "llama_narrow",
+    family: str = NARROW,
     seed: int = 0,
     wanted: Sequence[int] = (),
+    settings: Mapping[str, Any] = MappingProxyType({}),
     force: bool = False,
     progress: Callable[[str], None] = lambda _line: None,
 ) -> Path:
     """Record the core workload on a new engine of ``adapter`` into the folder ``into``.
 
     ``wanted`` are the boundaries, by default EAGLE-3's and the one before each: with those every
-    fault of ``adapters.mutants`` that meets the core profile can be made of the recording. A
+    fault of ``adapters.mutants`` that meets the core profile can be made of the recording.
+    ``settings`` are further fields of the ``EngineSpec``, as ``read_settings`` returns them. A
     cassette that is there already is kept unless ``force``; an unfinished one leaves nothing.
 
     Raises what the adapter raises, UsageError for an unknown family or an adapter that is no live
@@ -139,7 +148,7 @@ def record_captures(
         model = random_verifier.FAMILIES[family](Path(made) / f"{family}-{seed}", seed=seed)
         aux = boundaries.eagle3(verifier.describe(model).num_blocks)
         chosen = tuple(wanted) or mutants.boundaries_for(aux, 1)
-        spec = EngineSpec(model=str(model), boundaries=chosen)
+        spec = EngineSpec(model=str(model), boundaries=chosen, **settings)
         with closing(RecordingSession(subject.open(spec, scratch=scratch))) as session:
             facts = session.environment()
             observe(session, spec, _NoReference(), {}, progress)
@@ -156,7 +165,9 @@ def record_captures(
                 log=heard,
                 calls=tuple(session.calls),
                 recorded={
-                    "command": f"truetap record --captures --adapter {adapter} --into DIR",
+                    "command": f"truetap record --captures --adapter {adapter} --into DIR"
+                    + ("" if family == NARROW else f" --family {family}")
+                    + (" --spec FILE" if settings else ""),
                     "time": datetime.now(UTC).isoformat(timespec="seconds"),
                 },
             ),
@@ -164,6 +175,24 @@ def record_captures(
     size = sum(path.stat().st_size for path in into.iterdir())
     progress(f"{into}: {len(session.calls)} calls, {size // 1024} KiB")
     return into
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """Return an engine's settings from a file of JSON, as ``--spec`` of the suite takes them.
+
+    Raises UsageError if the file cannot be read, or names what no engine has or a recording sets.
+    """
+    try:
+        read = dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"{path}: the engine's settings cannot be read: {error}") from error
+    known = {field.name for field in fields(EngineSpec)} - set(_GIVEN)
+    if unknown := sorted(read.keys() - known):
+        raise UsageError(
+            f"{path}: a recording takes no {', '.join(unknown)}",
+            remedy=f"it takes {', '.join(sorted(known))}",
+        )
+    return read
 
 
 def _package(facts: Environment) -> str:

@@ -196,6 +196,11 @@ def _print_table(all_facts: Sequence[dict[str, Any]], as_json: bool) -> None:
 @click.option("--adapter", metavar="NAME", help="The capture path to record.")
 @click.option("--family", metavar="NAME", help="Verifier to build for it (default: llama_narrow).")
 @click.option("--seed", type=int, help="The verifier's seed (default: 0).")
+@click.option(
+    "--spec",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The engine's settings, as JSON: {\"enforce_eager\": false} (default: the suite's).",
+)
 def record(
     into: Path,
     cases: tuple[str, ...],
@@ -205,6 +210,7 @@ def record(
     adapter: str | None,
     family: str | None,
     seed: int | None,
+    spec: Path | None,
 ) -> None:
     """Record what the installed engine really replies, in every mode, for replay anywhere.
 
@@ -218,6 +224,7 @@ def record(
     \b
     truetap record --into fixtures/cassettes/vllm-0.32.0
     truetap record --captures --adapter vllm_native --into fixtures/captures/NAME
+    truetap record --captures --adapter vllm_native --family qwen3_narrow --spec FILE --into DIR
     """  # noqa: D301
     console = _console()
 
@@ -227,14 +234,14 @@ def record(
     if captures:
         if cases or model or adapter is None:
             raise UsageError("--captures takes --adapter, and neither --case nor --model")
-        from truetap.harness.record_captures import record_captures
+        from truetap.harness.record_captures import read_settings, record_captures
 
-        named = {"family": family, "seed": seed}
+        named = {"family": family, "seed": seed, "settings": spec and read_settings(spec)}
         chosen: Any = {name: value for name, value in named.items() if value is not None}
         record_captures(adapter, into, force=force, progress=progress, **chosen)
         return
-    if adapter or family or seed is not None:
-        raise UsageError("--adapter, --family and --seed go with --captures")
+    if adapter or family or spec or seed is not None:
+        raise UsageError("--adapter, --family, --seed and --spec go with --captures")
     from truetap.harness.record import record as recorded
 
     recorded(into, cases=cases or None, model=model, force=force, progress=progress)

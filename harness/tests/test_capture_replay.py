@@ -372,6 +372,54 @@ def test_what_cannot_be_recorded(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(
+    ("written", "sentence"),
+    [
+        ("{", "cannot be read"),
+        ("[1]", "cannot be read"),
+        ('{"model": "m"}', "a recording takes no model"),
+        ('{"enforce_eagre": true}', "a recording takes no enforce_eagre"),
+    ],
+)
+def test_settings_that_no_engine_has_are_refused(
+    tmp_path: Path, written: str, sentence: str
+) -> None:
+    path = tmp_path / "spec.json"
+    path.write_text(written)
+    with pytest.raises(UsageError, match=sentence):
+        record_captures.read_settings(path)
+
+
+def test_a_recording_is_made_with_the_settings_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[EngineSpec] = []
+
+    class Nobodys:
+        def open(self, spec: EngineSpec, *, scratch: Path) -> MadeUp:  # noqa: ARG002
+            opened.append(spec)
+            raise CouldNotRun("that was all")
+
+    def described(folder: Path, **_: Any) -> Path:
+        folder.mkdir()
+        facts = {"num_hidden_layers": 12, "hidden_size": 32, "vocab_size": 512}
+        settings = {"model_type": "llama", "max_position_embeddings": 512, **facts}
+        (folder / "config.json").write_text(json.dumps(settings))
+        return folder
+
+    path = tmp_path / "spec.json"
+    path.write_text('{"enforce_eager": false, "max_num_batched_tokens": 32}')
+    monkeypatch.setattr(registry, "find", lambda _: Nobodys())
+    monkeypatch.setitem(random_verifier.FAMILIES, "llama_narrow", described)
+    with pytest.raises(CouldNotRun, match="that was all"):
+        record_captures.record_captures(
+            "nobodys", tmp_path / "new", settings=record_captures.read_settings(path)
+        )
+    (spec,) = opened
+    assert (spec.enforce_eager, spec.max_num_batched_tokens) == (False, 32)
+    assert spec.boundaries == (1, 2, 5, 6, 8, 9, 11, 12)
+
+
 def test_what_is_recorded_already_is_kept(tmp_path: Path) -> None:
     folder = shutil.copytree(NATIVE, tmp_path / "copy")
     told: list[str] = []

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import pytest
 
-from truetap.harness import boundaries
+from truetap.harness import boundaries, scrub
 from truetap.harness.errors import CouldNotRun, UsageError
 from truetap.harness.extraction import Pool, Progress, ShardOrder
 from truetap.harness.model import CaptureRequest, EngineSpec
@@ -64,16 +64,18 @@ def verdicts(
     from truetap.conformance import calibrate
     from truetap.harness import contract
     from truetap.harness.adapters import mutants
+    from truetap.harness.reference import Reference
 
     def asked(fault: str) -> Sequence[str]:
         own = mutants.FAULTS[fault].caught_by
         return (own, "LAYERS-001") if own else contract.PROFILES["full"]
 
     scratch = tmp_path_factory.mktemp("scenes")
+    reference = Reference(Path(spec.model), spec.dtype)
     return {
         fault: failures
         for fault, _, failures in calibrate.judged(
-            "vllm_native", spec, scratch, "full", list(mutants.FAULTS), asked
+            "vllm_native", spec, scratch, "full", list(mutants.FAULTS), asked, reference
         )
     }
 
@@ -111,17 +113,21 @@ def test_a_prompt_past_the_limit_is_refused_and_the_session_lives(
     assert batch.captures[0].states.shape[0] == 510
 
 
+def test_replies_can_be_published(session: VllmNativeSession) -> None:
+    replies = session.capture([CaptureRequest("any", (3, 4))]).replies
+    assert scrub.leaks(str(replies)) == []
+
+
 def test_a_request_that_never_came_by_is_missed_and_leaves_no_file(
     session: VllmNativeSession, tmp_path: Path
 ) -> None:
     session.capture([CaptureRequest("before", (3, 4))])
-    partial = str(tmp_path / "none.partial")
-    announced = [[partial, ["never"], [2], [b"\0\0"]]]
-    report = session._collect("truetap_shards", announced, [partial], 0.0)[0]
+    announced = [["none", str(tmp_path / "none.partial"), ["never"], [2], [b"\0\0"]]]
+    report = session._collect("truetap_shards", announced, ["none"], 0.0)[0]
     assert report["missing"] == {"never": 0}
     assert report["written"] == {}
     assert list(tmp_path.iterdir()) == []
-    again = session._collect("truetap_shards", [], [partial], 0.0)[0]
+    again = session._collect("truetap_shards", [], ["none"], 0.0)[0]
     assert (again["missing"], again["failed"], again["others"]) == ({}, None, 0)
 
 
