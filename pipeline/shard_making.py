@@ -28,7 +28,8 @@ from truetap.pipeline.prepare import Conversation
 if TYPE_CHECKING:
     import torch
 
-_CACHE_BYTES = 256 << 10
+_PIECE_BYTES = 256 << 10
+"""As much as a core's cache holds."""
 
 
 @dataclass(frozen=True)
@@ -161,35 +162,47 @@ def _entry(
 def require_sound(name: str, states: torch.Tensor) -> None:
     """Raise ``CheckFailed`` unless states ``[rows, boundaries, hidden]`` can be right at all.
 
-    Bits are looked at, as many at a time as a core's cache holds: this keeps up with a disk.
+    Where they are right it takes few calls, each over all of them: after each a thread waits for
+    Python's lock, which the thread that drives the engine holds most of the time.
     """
     bits, sign, infinite = _bits(states)
+    # Bits of floats order as their size does, and infinity's are a limit; those with a sign are the
+    # largest of all as unsigned numbers, and negative as signed ones.
+    if bits.size and (
+        bits.max() >= sign + infinite or bits.view(f"i{bits.itemsize}").max() >= infinite
+    ):
+        bad = [
+            start + row
+            for start, some in _pieces(bits)
+            for row in np.flatnonzero(((some & (sign - 1)) >= infinite).any((1, 2))).tolist()
+        ]
+        raise CheckFailed(f"{name}: {len(bad)} rows are not finite, the first is {bad[0]}")
     slots = range(bits.shape[1])
     zero, equal = set(slots), set(combinations(slots, 2))
-    bad: list[int] = []
-    step = max(1, _CACHE_BYTES // bits[:1].nbytes)
-    without_sign = np.empty_like(bits[:step])
-    for start in range(0, len(bits), step):
-        some = bits[start : start + step]
-        # Without its sign, a float's bits order as its size does, and infinity's are a limit.
-        size = np.bitwise_and(some, sign, out=without_sign[: len(some)])
-        if size.max() >= infinite:
-            bad += (start + np.flatnonzero((size >= infinite).any((1, 2)))).tolist()
-        zero -= {slot for slot in zero if size[:, slot].any()}
+    for _, some in _pieces(bits):
+        zero -= {slot for slot in zero if (some[:, slot] & (sign - 1)).any()}
         equal -= {(a, b) for a, b in equal if not np.array_equal(some[:, a], some[:, b])}
-    if bad:
-        raise CheckFailed(f"{name}: {len(bad)} rows are not finite, the first is {bad[0]}")
+        if not zero and not equal:  # as a rule after the first piece
+            return
     for slot in sorted(zero):
         raise CheckFailed(f"{name}: slot {slot} is all zero")
     for one, other in sorted(equal):
         raise CheckFailed(f"{name}: slots {one} and {other} are equal")
 
 
+def _pieces(bits: npt.NDArray[Any]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
+    """Yield some rows at a time, with the number of the first."""
+    step = max(1, _PIECE_BYTES // bits[:1].nbytes)
+    for start in range(0, len(bits), step):
+        yield start, bits[start : start + step]
+
+
 def _bits(states: torch.Tensor) -> tuple[npt.NDArray[Any], int, int]:
-    """Return floats as integers, the mask of what is not sign, and the bits of infinity."""
+    """Return floats as unsigned integers, the sign's bit, and the bits of infinity."""
     import torch
 
-    kind = {2: torch.int16, 4: torch.int32}[states.element_size()]
+    size = states.element_size()
+    kind = {2: torch.int16, 4: torch.int32}[size]
     infinite = torch.tensor(float("inf"), dtype=states.dtype).view(kind)
-    array: npt.NDArray[Any] = states.view(kind).numpy()
-    return array, torch.iinfo(kind).max, int(infinite)
+    array: npt.NDArray[Any] = states.view(kind).numpy().view(f"u{size}")
+    return array, 1 << (8 * size - 1), int(infinite)

@@ -436,7 +436,7 @@ def copy_slot(states: Any) -> None:
     states[:, 2] = states[:, 0]
 
 
-@pytest.mark.parametrize("size", [shard_making._CACHE_BYTES, 30, 80])
+@pytest.mark.parametrize("size", [shard_making._PIECE_BYTES, 30, 80])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(
     ("change", "said"),
@@ -454,16 +454,16 @@ def test_unsound_states_fail_by_name(
     dtype: str,
     size: int,
 ) -> None:
-    monkeypatch.setattr(shard_making, "_CACHE_BYTES", size)
+    monkeypatch.setattr(shard_making, "_PIECE_BYTES", size)
     with pytest.raises(CheckFailed, match=f"shard-9: {said}"):
         soundness(change, dtype)
 
 
-@pytest.mark.parametrize("size", [shard_making._CACHE_BYTES, 30, 80])
+@pytest.mark.parametrize("size", [shard_making._PIECE_BYTES, 30, 80])
 def test_slots_that_are_equal_or_zero_in_part_are_sound(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(shard_making, "_CACHE_BYTES", size)
+    monkeypatch.setattr(shard_making, "_PIECE_BYTES", size)
     soundness(set_states((slice(0, 6), 1), 0.0))
     soundness(set_states((slice(1, None), 1), 0.0))
 
