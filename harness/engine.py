@@ -17,10 +17,12 @@ import re
 import secrets
 import textwrap
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -77,6 +79,8 @@ class Finished:
     """With speculative decoding: entry j counts the verifier steps that accepted j draft tokens."""
     kv_transfer_params: dict[str, Any] | None = None
     """What the engine's KV connector said of the request."""
+    step_tokens: Sequence[int] = ()
+    """How many tokens came of each step that gave any, in order."""
 
 
 def visible_gpus() -> int:
@@ -204,6 +208,7 @@ class VllmEngine:
         self, waiting: Iterator[Prompt], running: dict[str, Prompt], in_flight: int
     ) -> Iterator[Finished]:
         exhausted = False
+        given: dict[str, list[int]] = defaultdict(list)  # how many tokens there are, step by step
         while True:
             while not exhausted and len(running) < in_flight:
                 if (prompt := next(waiting, None)) is None:
@@ -216,8 +221,10 @@ class VllmEngine:
             if not running:
                 return
             for output in self._bounded("step", self._llm.llm_engine.step):
+                key = output.request_id
+                given[key].append(len(output.outputs[0].token_ids))
                 if output.finished:
-                    yield _finished(output, running.pop(output.request_id))
+                    yield _finished(output, running.pop(key), given.pop(key))
 
     def _abort(self, running: Iterable[str]) -> None:
         """Take requests back from an engine that lives: the next call must not meet them."""
@@ -451,7 +458,7 @@ def root_cause(log: Path, start: int = 0) -> str:
     return ""
 
 
-def _finished(output: Any, prompt: Prompt) -> Finished:
+def _finished(output: Any, prompt: Prompt, given: Sequence[int]) -> Finished:
     completion = output.outputs[0]
     logprobs = None
     if output.prompt_logprobs is not None:
@@ -476,4 +483,5 @@ def _finished(output: Any, prompt: Prompt) -> Finished:
         ],
         accepted_histogram=list(accepted.histogram) if accepted else None,
         kv_transfer_params=getattr(output, "kv_transfer_params", None),
+        step_tokens=[now - before for before, now in pairwise((0, *given)) if now > before],
     )

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from packaging.version import Version
 
 from truetap.harness.engine import Finished, Prompt, VllmEngine, ranks
 from truetap.harness.errors import CheckFailed, CouldNotRun, UsageError
 from truetap.harness.progress import bar
+from truetap.harness.record import engine_package
 from truetap.pipeline import run_folder, uncertified
 from truetap.pipeline.config import RunConfig
 from truetap.pipeline.run_folder import RunFolder
@@ -41,6 +43,9 @@ fed with an engine's default layers had 3.6 %, 0.06 % and none of its three toke
 (vllm#50170)."""
 ENOUGH_PROMPTS = 100
 """How many prompts that judgement needs."""
+
+COUNTS_SINCE = Version("0.29.0")
+"""First vLLM that says of each request how many draft tokens its steps accepted."""
 
 
 def evaluate(config: RunConfig, folder: RunFolder, model: Path, console: Console) -> None:
@@ -125,7 +130,8 @@ def _engine(head: str, config: RunConfig, folder: RunFolder, model: Path) -> dic
             "model": str(draft),
             "num_speculative_tokens": settings.num_speculative_tokens,
         }
-        arguments["per_request_spec_decode_metrics"] = "summary"
+        if Version(engine_package().split()[1]) >= COUNTS_SINCE:
+            arguments["per_request_spec_decode_metrics"] = "summary"
     return arguments
 
 
@@ -206,12 +212,7 @@ def acceptance(
     """
     if head == "none":
         return {"acceptance_length": 1.0, "engine_steps_per_100_tokens": 100.0}
-    if any(one.accepted_histogram is None for one in outputs):
-        raise CouldNotRun(
-            "this vLLM does not report acceptance per request",
-            remedy="use a release that has per_request_spec_decode_metrics, such as 0.32.0",
-        )
-    counts = np.array([one.accepted_histogram for one in outputs], dtype=np.float64)
+    counts = np.array([_accepted(one, draft_tokens) for one in outputs], dtype=np.float64)
     steps = counts.sum(1)
     if not steps.sum():
         raise CouldNotRun(
@@ -232,6 +233,25 @@ def acceptance(
         "accepted": int(accepted.sum()),
         "engine_steps_per_100_tokens": round(100 / float(length), 1),
     }
+
+
+def _accepted(one: Finished, draft_tokens: int) -> Sequence[int]:
+    """Return a histogram of accepted draft tokens over an answer's verifier steps.
+
+    vLLM's own if it made one; before 0.29 it follows from the tokens of each step: those accepted,
+    and one of the verifier's. No draft came before the first, and the last may have been cut.
+    """
+    if one.accepted_histogram is not None:
+        return one.accepted_histogram
+    accepted = np.array(one.step_tokens[1:-1], dtype=np.int64) - 1
+    if accepted.max(initial=0) > draft_tokens:
+        raise CouldNotRun(
+            f"this vLLM gave {accepted.max() + 1} tokens at once of drafts of {draft_tokens}: what "
+            "its steps accepted cannot be told",
+            remedy=f"use vLLM {COUNTS_SINCE} or later, which counts it",
+        )
+    histogram: list[int] = np.bincount(accepted, minlength=draft_tokens + 1).tolist()
+    return histogram
 
 
 def _require_useful(runs: Sequence[Mapping[str, Any]], prompts: int) -> None:

@@ -163,6 +163,7 @@ def _refuse(spec: EngineSpec) -> None:
     """Refuse what one process without a scheduler cannot do."""
     wanted = {
         "tensor parallel": spec.tensor_parallel_size > 1,
+        "Ray": spec.executor != "mp",
         "compiled": not spec.enforce_eager,
         "preempting": spec.kv_cache_blocks is not None,
     }

@@ -294,7 +294,12 @@ class FakeEngine(VllmEngine):
 
     def _step(self) -> list[Any]:
         done = self.running.pop()
-        unfinished = [SimpleNamespace(finished=False, request_id=p.key) for p in self.running]
+        unfinished = [
+            SimpleNamespace(
+                finished=False, request_id=p.key, outputs=[SimpleNamespace(token_ids=())]
+            )
+            for p in self.running
+        ]
         completion = SimpleNamespace(token_ids=(7,), text="", finish_reason="length", logprobs=None)
         entries = [None, *({t: SimpleNamespace(logprob=-t)} for t in done.token_ids[1:])]
         finished = SimpleNamespace(
@@ -313,6 +318,28 @@ def test_every_prompt_finishes_once_and_no_more_are_in_flight_than_allowed(tmp_p
         assert one.prompt_logprobs == [-(int(one.key) + 1), -(int(one.key) + 2)]
         assert one.token_ids == [7]
         assert one.accepted_histogram is None
+        assert one.step_tokens == [1]
+
+
+def test_the_tokens_of_each_step_are_counted(tmp_path: Path) -> None:
+    """Steps without any, such as those of a prompt in chunks, are none."""
+    made = FakeEngine(tmp_path)
+    lengths = iter([0, 1, 4, 4, 5, 7])
+
+    def step() -> list[Any]:
+        length = next(lengths)
+        completion = SimpleNamespace(
+            token_ids=(7,) * length, text="", finish_reason="length", logprobs=None
+        )
+        return [
+            SimpleNamespace(
+                finished=length == 7, request_id="a", outputs=[completion], prompt_logprobs=None
+            )
+        ]
+
+    made._llm.llm_engine.step = step
+    (one,) = made.generate([Prompt("a", [1], {})])
+    assert one.step_tokens == [1, 3, 1, 2]
 
 
 def test_two_prompts_of_one_key_are_refused(tmp_path: Path) -> None:

@@ -127,6 +127,23 @@ def test_every_adapter_refuses_the_same_lists_before_it_loads(hollow: Path, tmp_
     assert min(seen.values()) > strategies.examples(20), seen
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"tensor_parallel_size": 2},
+        {"executor": "ray"},
+        {"enforce_eager": False},
+        {"kv_cache_blocks": 9},
+    ],
+)
+def test_transformers_refuses_what_it_has_not(
+    hollow: Path, tmp_path: Path, setting: dict[str, Any]
+) -> None:
+    spec = EngineSpec(model=str(hollow), boundaries=(1, BLOCKS), **setting)
+    with pytest.raises(UsageError, match="the transformers adapter has no"):
+        TransformersAdapter().open(spec, scratch=tmp_path)
+
+
 def test_any_list_comes_back_slot_for_slot(
     model: Path, hollow: Path, every: Float32, tmp_path: Path
 ) -> None:

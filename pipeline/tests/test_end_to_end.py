@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -143,6 +145,32 @@ def test_a_second_run_redoes_nothing(config: Path) -> None:
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*.safetensors")} == before
     assert "starting vLLM" not in output
     assert time.monotonic() - began < DEADLINE_S
+
+
+@pytest.mark.nightly
+def test_the_tokens_of_steps_tell_what_vllm_counts(config: Path, tmp_path: Path) -> None:
+    """So that acceptance can be measured on releases that do not count it themselves."""
+    from truetap.harness.engine import Prompt, VllmEngine
+    from truetap.pipeline import evaluate, run_folder
+    from truetap.pipeline.cli import Stage
+
+    code, output = _finish(_truetap("run", str(config)))
+    assert code == 0, output
+    stage = Stage(config, None)
+    drafts = stage.config.evaluate.num_speculative_tokens
+    greedy = {"max_tokens": 100, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    questions = run_folder.read_lines(stage.folder.heldout)
+    prompts = [Prompt(question["id"], question["token_ids"], greedy) for question in questions]
+    arguments = evaluate._engine("trained", stage.config, stage.folder, stage.model)
+    with VllmEngine(arguments, log=tmp_path / "engine.log") as engine:
+        finished = list(engine.generate(prompts))
+    accepted = 0
+    for one in finished:
+        counted = np.array(one.accepted_histogram)
+        told = np.array(evaluate._accepted(replace(one, accepted_histogram=None), drafts))
+        assert (counted - told).tolist() in np.eye(drafts + 1, dtype=int).tolist()  # the last step
+        accepted += told @ np.arange(drafts + 1)
+    assert accepted > 0
 
 
 def test_a_corrupt_shard_stops_training_and_is_the_only_one_redone(config: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,10 +81,20 @@ def test_a_prompt_without_steps_counts_for_nothing() -> None:
     assert (got["drafts"], got["acceptance_length"], got["per_position"]) == (2, 1.5, [0.5])
 
 
+def test_without_the_engines_own_count_the_tokens_of_its_steps_tell() -> None:
+    """The first step had no draft, and the last may have been cut: 3, 1 and 2 tokens count."""
+    uncounted = replace(finished("a", None), step_tokens=(1, 3, 1, 2, 1))
+    counted = finished("a", [1, 1, 1])
+    by_steps = evaluate.acceptance([uncounted], "trained", draft_tokens=2, seed=0)
+    assert by_steps == evaluate.acceptance([counted], "trained", draft_tokens=2, seed=0)
+    assert by_steps["accepted"] == 3
+
+
 @pytest.mark.parametrize(
     ("outputs", "said"),
     [
-        ([finished("a", [1, 1]), finished("b", None)], "does not report acceptance"),
+        ([replace(finished("a", None), step_tokens=(1, 3, 1))], "gave 3 tokens at once of drafts"),
+        ([replace(finished("a", None), step_tokens=(1, 3))], "no answer was long enough"),
         # One token each: nothing was drafted, and no number follows from it.
         ([finished("a", [0, 0]), finished("b", [0, 0])], "no answer was long enough for a draft"),
     ],
