@@ -270,12 +270,31 @@ def require_masked_text(conversation: Conversation, answer: str, tokenizer: Any)
             f"conversation {conversation.id!r} has no token under its loss mask",
             remedy="the verifier answered nothing: look at the question and the chat template",
         )
-    text = tokenizer.decode(masked, skip_special_tokens=True)
-    if _comparable(text) != _comparable(answer):
+    said = _comparable(answer)
+    shown = [_comparable(text) for text in _as_shown(masked, tokenizer)]
+    if said not in shown:
+        same = [one == other for one, other in zip(shown[0], said, strict=False)]
+        parting = same.index(False) if False in same else len(same)
+        start = max(0, parting - 30)
         raise CheckFailed(
-            f"the masked text of conversation {conversation.id!r} is {text[:60]!r}..., the "
-            f"assistant's is {answer[:60]!r}..."
+            f"the masked text of conversation {conversation.id!r} is "
+            f"...{shown[0][start : parting + 30]!r}..., the assistant's is "
+            f"...{said[start : parting + 30]!r}..., different from character {parting} on"
         )
+
+
+def _as_shown(tokens: Sequence[int], tokenizer: Any) -> Iterator[str]:
+    """Yield the texts that decoders may show for tokens.
+
+    One that decodes as tokens come holds back those that end within a character, whatever else
+    they hold; where the answer ends so, their whole text is lacking.
+    """
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    yield text
+    while tokens and text.endswith("�"):
+        tokens = tokens[:-1]
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        yield text
 
 
 def _comparable(text: str) -> str:

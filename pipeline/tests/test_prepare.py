@@ -112,6 +112,35 @@ def test_an_answer_cut_inside_a_character_passes(tokenizer: Any) -> None:
         prepare.require_masked_text(cut, "Text", tokenizer)
 
 
+class Syllables:
+    """Tokens of several bytes, each whole characters, the beginning of one, or both."""
+
+    tokens = (b"a", b"so" + b"\xd0", b"s", b"\xe4\xbd", b"\xa0", b"\xd1")
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return b"".join(self.tokens[i] for i in ids).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("ids", "shown"),
+    [
+        ((0, 2, 1), "as"),  # the letters that come with the torn character are lacking too
+        ((0, 2, 3, 5), "as"),  # two tokens are held back
+        ((0, 3, 4), "a你"),
+        ((0, 1, 2), "aso�s"),  # torn in the middle
+    ],
+)
+def test_an_answer_is_compared_as_a_decoder_shows_it_that_waits_for_whole_characters(
+    ids: tuple[int, ...], shown: str
+) -> None:
+    conversation = Conversation("c", "train", (0, *ids), 1)
+    prepare.require_masked_text(conversation, shown, Syllables())
+    for wrong in (shown[:-1], shown + "a", "a" + shown):
+        with pytest.raises(CheckFailed, match=r"the masked text of .* from character \d+ on"):
+            prepare.require_masked_text(conversation, wrong, Syllables())
+
+
 @pytest.mark.torch
 def test_an_empty_answer_fails(tokenizer: Any) -> None:
     prompt = ids_of(tokenizer, "Q\n")
