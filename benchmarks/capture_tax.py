@@ -8,6 +8,7 @@ back, its digests compared, its values looked at, and published: what `truetap e
 variants' engines are up at once and take turns, the others suspended: engines that wait compute
 too. Where the memory is too small for that (a GPU), `--apart` starts one anew for each turn.
 A capture path that writes no shards (`vllm_example`) is counted until its states are in memory.
+`plain_sync_scheduling` is plain without vLLM's asynchronous scheduling: what that alone is worth.
 
 `--fill N` makes the run N times the size of the pool and tells what the engine's processes grew by.
 """
@@ -26,19 +27,27 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 
 from truetap.harness import registry, verifier
+from truetap.harness.engine import Prompt, VllmEngine, arguments_of
 from truetap.harness.extraction import Extracting, Pool
-from truetap.harness.model import CaptureRequest, EngineSpec
+from truetap.harness.model import Capture, CaptureBatch, CaptureRequest, EngineSpec
 from truetap.pipeline.prepare import Conversation
 from truetap.pipeline.shard_making import Job, Pace, make_shards
 from truetap.pipeline.store import Store
+
+PLAIN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "plain_sync_scheduling": {"async_scheduling": False},
+}
+"""Variants without capture, and what vLLM is told beside the settings that all have."""
 
 
 @dataclass
@@ -56,6 +65,8 @@ class Measured:
     """From the engine's last request to the end: what the disk and the checks still took."""
     waited_s: float = 0.0
     most_staged_mib: float = 0.0
+    by_second: list[int] = field(default_factory=list)
+    """Tokens that the engine had finished after each second; 0: none finished in it."""
 
     @property
     def rate(self) -> float:
@@ -68,9 +79,16 @@ class Watched(Pace):
 
     last = 0.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.by_second: list[int] = []
+
     def advanced(self) -> None:
         """Note the time."""
         self.last = time.monotonic()
+        second = int(self.last - self.started)
+        self.by_second += [0] * (second + 1 - len(self.by_second))
+        self.by_second[second] = self.tokens
 
 
 class Memory:
@@ -104,6 +122,28 @@ class Memory:
         self.most = max(self.most, self._now())
 
 
+class Plain:
+    """An engine that captures nothing."""
+
+    def __init__(self, spec: EngineSpec, scratch: Path, **more: Any) -> None:
+        self._in_flight = 2 * spec.max_num_seqs
+        self._engine = VllmEngine(arguments_of(spec) | more, log=scratch / "engine.log")
+
+    def capture(self, requests: list[CaptureRequest]) -> CaptureBatch:
+        """Run the requests and return captures without states."""
+        prompts = [
+            Prompt(r.key, r.token_ids, {"max_tokens": 1, "temperature": 0.0, "detokenize": False})
+            for r in requests
+        ]
+        none = np.zeros((0, 0, 0), dtype=np.float32)
+        done = self._engine.generate(prompts, in_flight=self._in_flight)
+        return CaptureBatch(tuple(Capture(one.key, (), (), none, "") for one in done), "")
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._engine.close()
+
+
 class Subject:
     """One variant with its engine."""
 
@@ -115,7 +155,7 @@ class Subject:
         boundaries = tuple(int(k) for k in given.boundaries.split(","))
         self._spec = EngineSpec(
             model=str(given.model),
-            boundaries=() if variant == "plain" else boundaries,
+            boundaries=() if variant in PLAIN else boundaries,
             dtype=given.dtype,
             max_model_len=max(given.lengths) + 2,
             max_num_batched_tokens=given.batch,
@@ -125,8 +165,10 @@ class Subject:
             tensor_parallel_size=given.tensor_parallel,
         )
         before = set(psutil.Process().children(recursive=True))
-        adapter = "vllm_native" if variant == "plain" else variant
-        self._session: Any = registry.find(adapter).open(self._spec, scratch=self._scratch)
+        if variant in PLAIN:
+            self._session: Any = Plain(self._spec, self._scratch, **PLAIN[variant])
+        else:
+            self._session = registry.find(variant).open(self._spec, scratch=self._scratch)
         self._processes = list(set(psutil.Process().children(recursive=True)) - before)
 
     def close(self) -> None:
@@ -148,11 +190,14 @@ class Subject:
         memory = Memory(self._processes)
         pace = Watched()
         began = time.monotonic()
-        if isinstance(self._session, Extracting) and self.variant != "plain":
-            self._extract(prompts, pace)
+        folder = None
+        if isinstance(self._session, Extracting):
+            folder = self._extract(prompts, pace)
         else:
             self._capture(prompts)
         ended = time.monotonic()
+        if folder:  # taking 30 GB away again takes seconds
+            shutil.rmtree(folder)
         seconds = ended - began
         memory.stop()
         status = pace.progress.status
@@ -165,6 +210,7 @@ class Subject:
             ended - pace.last if pace.last else 0.0,
             status.waited_s,
             status.most_staged / 2**20,
+            pace.by_second,
         )
 
     def _capture(self, prompts: list[tuple[int, ...]]) -> None:
@@ -174,7 +220,7 @@ class Subject:
         if self._spec.boundaries:
             assert sum(len(one.states) for one in captures) == sum(map(len, prompts))
 
-    def _extract(self, prompts: list[tuple[int, ...]], pace: Watched) -> None:
+    def _extract(self, prompts: list[tuple[int, ...]], pace: Watched) -> Path:
         folder = Path(tempfile.mkdtemp(dir=self._given.folder or self._scratch))
         store = Store(folder)
         conversations = [Conversation(f"c{n}", "train", ids, 1) for n, ids in enumerate(prompts)]
@@ -193,7 +239,7 @@ class Subject:
             if self._given.fill:
                 store.path(made.entry["shard"]).unlink()  # the disk need not hold it all
         assert rows == sum(map(len, prompts))
-        shutil.rmtree(folder)
+        return folder
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from truetap.harness.errors import CheckFailed
 
@@ -115,18 +116,22 @@ class ShardFile:
             self.discard()
             raise
 
-    def write(self, row: int, states: Any, token_ids: Any) -> None:
-        """Write some consecutive rows: bytes of ``[rows, boundaries, hidden]``, and int64 ids."""
+    def write(self, row: int, states: Any) -> None:
+        """Write states of some consecutive rows: bytes of ``[rows, boundaries, hidden]``."""
         self._write(states, self._states + row * self.layout.row_bytes)
-        self._write(token_ids, self._ids + row * 8)
 
     def sync(self) -> None:
         """Bring what was written so far to the disk."""
         os.fdatasync(self._file)
 
-    def close(self) -> None:
-        """Bring everything to the disk. The file is complete if all rows were written before."""
+    def close(self, token_ids: npt.NDArray[np.int64]) -> None:
+        """Write the ids of all rows and bring everything to the disk.
+
+        The file is complete if all rows' states were written before. Ids come once for all: threads
+        that write to one file wait for each other, for a little as long as for much.
+        """
         try:
+            self._write(token_ids, self._ids)
             os.fsync(self._file)
         except OSError:
             self.discard()
@@ -175,12 +180,12 @@ def write_partial(
         partial_path(path), Layout(lengths, boundaries, hidden, states[0].dtype), loss_masks
     )
     try:
-        for row, its, of in zip(accumulate((0, *lengths)), states, token_ids, strict=False):
-            file.write(row, raw(its), np.array(of, dtype=np.int64))
+        for row, its in zip(accumulate((0, *lengths)), states, strict=False):
+            file.write(row, raw(its))
     except BaseException:
         file.discard()
         raise
-    file.close()
+    file.close(np.array([token for ids in token_ids for token in ids], dtype=np.int64))
     tensors = {
         "states": torch.cat(list(states)),
         "token_ids": torch.tensor([t for ids in token_ids for t in ids], dtype=torch.int64),

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, cycle
 from pathlib import Path
 from queue import LifoQueue, SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,7 @@ from truetap.harness.shard import Layout, ShardFile, checksum, raw
 if TYPE_CHECKING:
     import torch
 
-SYNC_BYTES = 128 << 20
+SYNC_BYTES = 32 << 20
 """How much of a shard is written before the disk is told to take it. The system would wait for
 seconds, and the last ``fsync`` for all of it."""
 SLOT_BYTES = 8 << 20
@@ -125,6 +125,7 @@ class Staging:
         for _ in range(max(2, pool_bytes // self._slot_bytes) if self._hashes else 0):
             self._free.put(torch.empty(self._slot_bytes, dtype=torch.uint8, pin_memory=pinned))
         self._lanes: list[SimpleQueue[_Piece]] = [SimpleQueue() for _ in range(threads)]
+        self._next_lane = cycle(range(threads))  # on over shards: some have few requests
         self._disk: list[SimpleQueue[tuple[_Shard, ShardFile | None]]] = [
             SimpleQueue() for _ in range(threads if writes else 0)
         ]
@@ -159,9 +160,9 @@ class Staging:
         self._announced += 1
         self._shards[name] = shard
         first_rows = accumulate((0, *lengths))
-        for lane, (key, row, length) in enumerate(zip(keys, first_rows, lengths, strict=False)):
+        for key, row, length in zip(keys, first_rows, lengths, strict=False):
             ids = np.full(length, -1, dtype=np.int64)
-            self._requests[key] = _Request(shard, row, lane % len(self._lanes), ids)
+            self._requests[key] = _Request(shard, row, next(self._next_lane), ids)
 
     def put(self, key: str, position: int, token_ids: Sequence[int], rows: Rows) -> None:
         """Take the rows of a request from ``position`` on, one per token id.
@@ -316,7 +317,7 @@ class Staging:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             states.copy_(rows, non_blocking=True)
-            arrived = torch.cuda.Event()
+            arrived = torch.cuda.Event(blocking=True)  # a thread that waits leaves its core
             arrived.record()
         rows.record_stream(self._stream)  # its memory is not reused before
         wait: Callable[[], None] = arrived.synchronize
@@ -348,8 +349,7 @@ class Staging:
         data = raw(piece.states)
         request.pieces.append((first, rows, checksum(data)))
         if file := request.shard.file:
-            ids = request.token_ids[first : first + rows]
-            file.write(request.first_row + first, data, ids)
+            file.write(request.first_row + first, data)
 
     def _sync_all(self, queue: SimpleQueue[tuple[_Shard, ShardFile | None]]) -> None:
         while True:
@@ -359,7 +359,7 @@ class Staging:
                 continue
             error = None
             try:
-                file.close()
+                file.close(np.concatenate([self._requests[k].token_ids for k in shard.keys]))
             except Exception as failed:
                 error = failed
             with self._news:

@@ -137,8 +137,8 @@ class VllmSession(ABC):
             self._prompts(call, orders, making, ready, progress, pool),
             in_flight=2 * self._spec.max_num_seqs,
         ):
-            due = _take_in(finished, making, progress)
-            if due or time.monotonic() - asked > _ASK_EVERY_S:
+            _take_in(finished, making, progress)
+            if time.monotonic() - asked > _ASK_EVERY_S:
                 self._ask(making, ready, progress)
                 asked = time.monotonic()
             yield
@@ -156,21 +156,36 @@ class VllmSession(ABC):
         progress: Progress,
         pool: Pool,
     ) -> Iterator[Prompt]:
-        """Yield the prompts of one order after the other, each order announced to the workers.
+        """Yield the prompts of one order after the other, announced to the workers before.
 
         Not while many shards wait for the disk: each holds a file open.
         """
-        for number, order in enumerate(orders):
-            self._refuse_long(order.requests)
+        numbered = enumerate(orders)
+        while some := self._some(call, numbered):
             while sum(not one.unfinished for one in making.values()) > 4 * pool.threads:
                 self._ask_until_news(making, ready, progress)
+            making |= some
+            self._ask(making, ready, progress, list(some))
+            for one in some.values():
+                for key, request in zip(one.keys, one.order.requests, strict=True):
+                    yield self._prompt(key, request)
+
+    def _some(self, call: str, numbered: Iterator[tuple[int, ShardOrder]]) -> dict[str, _Making]:
+        """Take orders, of as many requests as the engine computes at a time; none at the end.
+
+        Workers hear of them in one call: it waits for the end of a step, and one for each small
+        shard would leave the engine without requests.
+        """
+        some: dict[str, _Making] = {}
+        while sum(one.unfinished for one in some.values()) < self._spec.max_num_seqs:
+            if (following := next(numbered, None)) is None:
+                break
+            number, order = following
+            self._refuse_long(order.requests)
             keys = [f"{KEY_PREFIX}{call}:{number}:{n}" for n in range(len(order.requests))]
             partial = shard.partial_path(order.path, f"{call}-{number}")
-            name = f"{call}:{number}"
-            making[name] = _Making(order, partial, keys, unfinished=len(keys))
-            self._ask(making, ready, progress, [name])
-            for key, request in zip(keys, order.requests, strict=True):
-                yield self._prompt(key, request)
+            some[f"{call}:{number}"] = _Making(order, partial, keys, unfinished=len(keys))
+        return some
 
     def _ask_until_news(
         self, making: dict[str, _Making], ready: deque[WrittenShard], progress: Progress
@@ -339,14 +354,13 @@ def greedy(request: CaptureRequest) -> dict[str, Any]:
     }
 
 
-def _take_in(finished: Finished, making: Mapping[str, _Making], progress: Progress) -> bool:
-    """Note what the engine finished; return whether that was the last of its shard."""
+def _take_in(finished: Finished, making: Mapping[str, _Making], progress: Progress) -> None:
+    """Note what the engine finished."""
     name, _, number = finished.key.removeprefix(KEY_PREFIX).rpartition(":")
     one = making[name]
     one.generated[finished.key] = tuple(finished.token_ids)
     one.unfinished -= 1
     progress.finished(finished, one.order.requests[int(number)])
-    return one.unfinished == 0
 
 
 def _written(one: _Making) -> WrittenShard:

@@ -309,6 +309,12 @@ def test_requests_of_one_length_are_shared_among_the_threads(tmp_path: Path) -> 
     assert {subject._requests[key].lane for key in keys} == {0, 1, 2, 3}
 
 
+def test_shards_of_few_requests_are_shared_among_the_threads(tmp_path: Path) -> None:
+    subject = made(threads=4)
+    keys = [shard_of(subject, tmp_path, f"s{number}", [8])[0] for number in range(8)]
+    assert [subject._requests[key].lane for key in keys] == [0, 1, 2, 3, 0, 1, 2, 3]
+
+
 def test_an_error_that_comes_while_a_report_is_made_is_in_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,8 +419,8 @@ def test_a_file_is_what_safetensors_itself_writes(tmp_path: Path) -> None:
     file = ShardFile(tmp_path / "ours", layout, [b"\0\1", b"\1\1\0"])
     ids = torch.arange(5)
     for row in (4, 0, 2, 1, 3):
-        file.write(row, shard.raw(states[row : row + 1]), ids[row : row + 1].numpy())
-    file.close()
+        file.write(row, shard.raw(states[row : row + 1]))
+    file.close(ids.numpy())
     ours = load_file(tmp_path / "ours")
     save_file(ours, tmp_path / "theirs")
     assert (tmp_path / "theirs").stat().st_size <= (tmp_path / "ours").stat().st_size + 64
