@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from truetap.harness.errors import CheckFailed, IntegrityError, UsageError
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 Batch = dict[str, "torch.Tensor"]
+PACKS_AHEAD = 2
 UNUSABLE_SHARE = 0.01
 """Largest share of samples that may be left out for their states. One bad row in a hundred samples
 is an accident; more is a capture path that should not be trained on."""
@@ -26,7 +30,14 @@ class Step:
 
     number: int
     epoch: int
-    samples: tuple[int, ...]
+    packs: tuple[tuple[int, ...], ...]
+    """The samples of each process. The last step of an epoch may have fewer packs than there are
+    processes: those without one take part in it with nothing."""
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """The samples of all processes."""
+        return tuple(chain.from_iterable(self.packs))
 
 
 def require_own_tokens(samples: Mapping[Conversation, Sample]) -> None:
@@ -89,12 +100,13 @@ def aligned(sample: Sample) -> Batch:
     """Return one sample in speculators' alignment: (ids[1:], features[:-1], last[1:], mask[1:]).
 
     At step t the draft sees token x(t+1) with the features of t, and learns what the verifier says
-    after x(t+1). Shifting before packing keeps the shift inside each conversation.
+    after x(t+1). Shifting before packing keeps the shift inside each conversation. States stay in
+    the engine's dtype.
     """
     import torch
     from speculators.models.eagle3.data import shift_batch
 
-    states = sample.states.float()
+    states = sample.states
     tokens = len(sample.token_ids)
     shifted: Batch = shift_batch(
         {
@@ -122,16 +134,62 @@ def pack(samples: Sequence[Sample]) -> Batch:
     packed["document_ids"] = torch.cat(
         [torch.full((len(part["input_ids"]),), number) for number, part in enumerate(parts)]
     )[None]
-    if not bool(packed["loss_mask"].any()):
+    _require_learnable(samples, int(packed["loss_mask"].sum()))
+    return packed
+
+
+def shares(step: Step, training: Sequence[Sample]) -> list[float]:
+    """Return each pack's share in the tokens that a step learns from.
+
+    Each process knows all packs' shares without asking. Raises ``CheckFailed``, in all of them, if
+    a pack has none.
+    """
+    counts = []
+    for indices in step.packs:
+        samples = [training[index] for index in indices]
+        counts.append(sum(int(sample.loss_mask[1:].count_nonzero()) for sample in samples))
+        _require_learnable(samples, counts[-1])
+    return [count / sum(counts) for count in counts]
+
+
+def _require_learnable(samples: Sequence[Sample], tokens: int) -> None:
+    if not tokens:
         raise CheckFailed(
             f"no token of the conversations {[s.id for s in samples]} is under the loss mask",
             remedy="run truetap prepare again and look at the chat template",
         )
-    return packed
 
 
-def schedule(config: RunConfig, training: Sequence[Sample]) -> list[Step]:
-    """Return all steps of a run, the same for the same seed: resuming is cutting the list."""
+def ahead(
+    steps: Sequence[Step], samples: Sequence[Sample], rank: int = 0, *, pinned: bool = False
+) -> Iterator[tuple[Step, Future[Batch | None]]]:
+    """Yield each step with a process's pack, which a thread makes while a step before is computed.
+
+    None for a process without a pack in this step. ``pinned``: in memory that a GPU copies from by
+    itself.
+    """
+
+    def packed(step: Step) -> Batch | None:
+        if rank >= len(step.packs):
+            return None
+        batch = pack([samples[index] for index in step.packs[rank]])
+        return {name: tensor.pin_memory() for name, tensor in batch.items()} if pinned else batch
+
+    with ThreadPoolExecutor(1, "truetap-pack") as maker:
+        making: deque[tuple[Step, Future[Batch | None]]] = deque()
+        for step in steps:
+            making.append((step, maker.submit(packed, step)))
+            if len(making) > PACKS_AHEAD:
+                yield making.popleft()
+        yield from making
+
+
+def schedule(config: RunConfig, training: Sequence[Sample], processes: int = 1) -> list[Step]:
+    """Return all steps of a run, the same for the same seed: resuming is cutting the list.
+
+    It is one list for all processes, so they do equally many steps. Each step takes as many packs
+    as there are processes, the last one of an epoch what is left.
+    """
     import torch
 
     if not training:
@@ -140,8 +198,9 @@ def schedule(config: RunConfig, training: Sequence[Sample]) -> list[Step]:
     for epoch in range(config.train.epochs):
         generator = torch.Generator().manual_seed(config.seed + epoch)
         order = torch.randperm(len(training), generator=generator).tolist()
-        for samples in filled(order, training, config.train.tokens_per_step):
-            steps.append(Step(len(steps) + 1, epoch, samples))
+        packs = list(filled(order, training, config.train.tokens_per_step))
+        for first in range(0, len(packs), processes):
+            steps.append(Step(len(steps) + 1, epoch, tuple(packs[first : first + processes])))
     return steps
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from truetap.harness.errors import FULL_DISK, CouldNotRun, TruetapError, UsageError
-from truetap.pipeline import cli_audit, cli_engine, cli_gate, cli_store, cli_suite
+from truetap.pipeline import cli_audit, cli_engine, cli_gate, cli_store, cli_suite, ranks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -112,9 +112,7 @@ def main() -> None:
         else:  # a defect of ours; Python's own exit code for it would read as "no"
             traceback.print_exc()
     # An engine's threads may still wait for a process that was killed; do not wait with them.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    sys.exit(code or 0)
+    ranks.end(code or 0)
 
 
 def _tell(error: TruetapError) -> None:
@@ -123,9 +121,11 @@ def _tell(error: TruetapError) -> None:
         click.echo(f"remedy: {error.remedy}", err=True)
 
 
-def _console(*, quiet: bool = False) -> Console:
+def _console(*, quiet: bool = False, silent: bool = False) -> Console:
     from rich.console import Console
 
+    if silent:  # of several processes only one speaks
+        return Console(quiet=True, force_terminal=False)
     # Keeps its own stream: engines redirect file descriptors while they start.
     return Console(stderr=quiet, soft_wrap=True)
 
@@ -133,12 +133,14 @@ def _console(*, quiet: bool = False) -> Console:
 class Stage:
     """What every stage of a run works with."""
 
-    def __init__(self, path: Path, mutant: str | None, *, quiet: bool = False) -> None:
+    def __init__(
+        self, path: Path, mutant: str | None, *, quiet: bool = False, silent: bool = False
+    ) -> None:
         from truetap.pipeline import config, verifiers
         from truetap.pipeline.run_folder import RunFolder
 
         self.path, self.mutant = path, mutant
-        self.console = _console(quiet=quiet)
+        self.console = _console(quiet=quiet, silent=silent)
         self.config: RunConfig = config.load(path)
         self.adapter = self.config.capture.adapter
         root = self.config.output.resolve()
@@ -157,6 +159,7 @@ def _stage(verb: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(verb)
     def run(config: Path, mutant: str | None = None, **options: Any) -> None:
+        ranks.require_alone(verb.__name__.replace("_", "-"))
         stage = Stage(config, mutant, quiet=options.get("as_json", False))
         with stage.folder.lock():
             verb(stage, **options)
@@ -334,22 +337,26 @@ def extract(
 @app.command()
 @CONFIG
 @ALLOW_UNCERTIFIED
-@_stage
-def train(stage: Stage, allow_uncertified: str | None) -> None:
+def train(config: Path, allow_uncertified: str | None) -> None:
     """Train an EAGLE-3 draft head on the shards; continue from the last checkpoint.
 
     Every shard must have a certificate that was valid, and for these workers, when it was made, and
-    that gate.policy allows.
+    that gate.policy allows. On several GPUs, where CONFIG's [train] tokens_per_step is of each:
+    torchrun --nproc-per-node 8 -m truetap.pipeline.cli train CONFIG
     """
     from truetap.pipeline import train as training
 
-    training.train(
-        stage.config,
-        stage.folder,
-        stage.spec,
-        stage.console,
-        allow_uncertified=allow_uncertified,
-    )
+    with ranks.joined() as us, ExitStack() as held:
+        stage = us.main_first(lambda: Stage(config, None, silent=not us.main))
+        us.main_does(lambda: held.enter_context(stage.folder.lock()))
+        training.train(
+            stage.config,
+            stage.folder,
+            stage.spec,
+            stage.console,
+            allow_uncertified=allow_uncertified,
+            ranks=us,
+        )
 
 
 @app.command("export-dataset")
@@ -367,13 +374,14 @@ def export_dataset(stage: Stage) -> None:
 
 @app.command()
 @CONFIG
+@cli_engine.HEADS
 @AS_JSON
 @_stage
-def evaluate(stage: Stage, as_json: bool) -> None:
+def evaluate(stage: Stage, heads: Mapping[str, Path], as_json: bool) -> None:
     """Serve the head by speculative decoding; measure acceptance on held-out questions."""
     from truetap.pipeline import evaluate as evaluation
 
-    evaluation.evaluate(stage.config, stage.folder, stage.model, stage.console)
+    evaluation.evaluate(stage.config, stage.folder, stage.model, stage.console, others=heads)
     if as_json:
         click.echo((stage.folder.evaluate / "results.json").read_text())
 
@@ -398,6 +406,7 @@ def run(
     """
     from truetap.pipeline import run as whole
 
+    ranks.require_alone("run")
     if mutant and allow_uncertified:
         raise UsageError(
             "a run with --mutant ends at the gate, which --allow-uncertified would open",

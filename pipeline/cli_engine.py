@@ -32,6 +32,26 @@ ENGINES = click.option(
 )
 
 
+def _named_heads(_context: click.Context, _option: click.Parameter, given: Sequence[str]) -> Any:
+    heads: dict[str, Path] = {}
+    for text in given:
+        name, _, directory = text.partition("=")
+        if not name or not directory or name in heads:
+            raise UsageError(f"--head takes NAME=DIR, each name once, not {text!r}")
+        heads[name] = Path(directory)
+    return heads
+
+
+HEADS = click.option(
+    "--head",
+    "heads",
+    metavar="NAME=DIR",
+    multiple=True,
+    callback=_named_heads,
+    help="Serve this EAGLE-3 head too, one from elsewhere, on the same questions. Repeatable.",
+)
+
+
 def cluster_of(address: str | None, engines: int | None) -> Cluster | None:
     """Return where engines are to run, from ``--ray`` and ``--engines``; None: here."""
     from truetap.pipeline.extract import Cluster

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from truetap.pipeline.figures import training_curves
-from truetap.pipeline.run_records import Evaluation, Measurement, RunSummary, load
+from truetap.pipeline.run_records import Evaluation, Measurement, PartedAnswers, RunSummary, load
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +52,7 @@ def headline(summary: RunSummary) -> Headline:
     result, numbers = _result(summary.evaluation)
     differing = [
         f"With the {head} head, only {same} of {total} greedy outputs were identical to the "
-        "verifier's own."
+        f"verifier's own{_undecided(summary.evaluation.greedy_parted.get(head))}."
         for head, (same, total) in summary.evaluation.greedy_identical.items()
         if same != total
     ]
@@ -62,6 +62,16 @@ def headline(summary: RunSummary) -> Headline:
         if run.invalid
     ]
     return Headline(tone, verdict, proof, result, numbers, (*warnings, *differing, *invalid))
+
+
+def _undecided(parted: PartedAnswers | None) -> str:
+    """Say how decided the verifier is where answers part; '' if that was not looked at."""
+    if parted is None or parted.largest_gap is None:
+        return ""
+    return (
+        "; where the others part, it finds the two tokens at most "
+        f"{parted.largest_gap:.3f} nats apart"
+    )
 
 
 def _overruled(summary: RunSummary) -> tuple[str, ...]:

@@ -142,6 +142,14 @@ class Measurement(_Record):
     """Why the acceptance length is no measurement; empty if it is one."""
 
 
+class PartedAnswers(_Record):
+    """Greedy answers with a head that differ from the verifier's own."""
+
+    answers: int
+    largest_gap: float | None
+    """Between the two tokens where one parts, in nats; None if one answer just ends there."""
+
+
 class Evaluation(_Record):
     """``evaluate/results.json``."""
 
@@ -149,6 +157,7 @@ class Evaluation(_Record):
     heldout_prompts: int
     max_tokens: int
     greedy_identical: dict[str, tuple[int, int]]
+    greedy_parted: dict[str, PartedAnswers] = {}
     runs: tuple[Measurement, ...]
 
     def first(self, head: str) -> Measurement | None:

@@ -34,7 +34,7 @@ CHATML = (
 CERTIFIED = datetime(2026, 11, 29, 12, tzinfo=UTC)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def certify() -> Callable[..., str]:
     """Keep a certificate for a binding beside some shards; return its digest."""
 

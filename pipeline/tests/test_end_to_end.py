@@ -161,7 +161,7 @@ def test_the_tokens_of_steps_tell_what_vllm_counts(config: Path, tmp_path: Path)
     greedy = {"max_tokens": 100, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
     questions = run_folder.read_lines(stage.folder.heldout)
     prompts = [Prompt(question["id"], question["token_ids"], greedy) for question in questions]
-    arguments = evaluate._engine("trained", stage.config, stage.folder, stage.model)
+    arguments = evaluate._engine(stage.folder.head, stage.config, stage.model)
     with VllmEngine(arguments, log=tmp_path / "engine.log") as engine:
         finished = list(engine.generate(prompts))
     accepted = 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from truetap.harness.engine import Finished
-from truetap.harness.errors import CheckFailed, CouldNotRun
+from truetap.harness.errors import CheckFailed, CouldNotRun, UsageError
 from truetap.pipeline import evaluate
-from truetap.pipeline.config import RunConfig, Verifier
+from truetap.pipeline.config import Evaluate, RunConfig, Verifier
 from truetap.pipeline.run_folder import RunFolder
 
 
@@ -103,7 +104,7 @@ def test_a_release_is_asked_to_count_only_if_it_can(
     """Others refuse to start with an argument that they do not know."""
     config = RunConfig(output=tmp_path, verifier=Verifier(directory=tmp_path))
     monkeypatch.setattr(evaluate, "engine_package", lambda: package)
-    arguments = evaluate._engine("trained", config, RunFolder(tmp_path), tmp_path)
+    arguments = evaluate._engine(tmp_path / "head", config, tmp_path)
     assert ("per_request_spec_decode_metrics" in arguments) == counts
 
 
@@ -134,45 +135,6 @@ def run_of(head: str, temperature: float, outputs: dict[str, list[int]]) -> dict
 
 
 PLAIN = {"q1": [1, 2, 3], "q2": [4, 5, 6], "q3": [7]}
-
-
-@pytest.mark.parametrize(
-    ("trained", "same"),
-    [
-        (PLAIN, 3),
-        (PLAIN | {"q2": [4, 5]}, 2),
-        (PLAIN | {"q2": [4, 5, 7], "q3": [7, 8]}, 1),
-        ({key: [0] for key in PLAIN}, 0),
-    ],
-)
-def test_greedy_outputs_are_compared_and_differences_fail(
-    trained: dict[str, list[int]], same: int, console: Console
-) -> None:
-    runs = [
-        run_of("none", 0.0, PLAIN),
-        run_of("untrained", 0.0, PLAIN),
-        run_of("untrained", 0.7, {key: [9] for key in PLAIN}),  # sampled: it may differ
-        run_of("trained", 0.0, trained),
-        run_of("trained", 0.7, {key: [8] for key in PLAIN}),
-    ]
-    identical = evaluate._greedy_identical(runs)
-    assert identical == {"untrained": [3, 3], "trained": [same, 3]}
-    if same == 3:
-        evaluate._require_identical(identical, console)
-    else:
-        said = f"{3 - same} of 3 greedy answers differ with the trained head"
-        with pytest.raises(CheckFailed, match=said) as caught:
-            evaluate._require_identical(identical, console)
-        assert "float32" in caught.value.remedy
-    assert isinstance(console.file, io.StringIO)
-    assert f"with the trained head equals the output without it: {same} of 3" in (
-        console.file.getvalue()
-    )
-
-
-def test_without_a_greedy_run_there_is_nothing_to_compare() -> None:
-    runs = [run_of(head, 0.7, PLAIN) for head in evaluate.HEADS]
-    assert evaluate._greedy_identical(runs) == {}
 
 
 def logprobs_around(
@@ -245,3 +207,83 @@ def test_a_head_that_saves_nothing_over_many_prompts_fails(
     with pytest.raises(CheckFailed, match=said) as failed:
         evaluate._require_useful([run], prompts)
     assert "truetap.json" in failed.value.remedy
+
+
+# --- heads from elsewhere
+
+
+def head_at(folder: Path, weights: bytes = b"weights") -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(weights)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["none", "trained", "untrained", "../up", "a/b", ""])
+def test_a_head_from_elsewhere_needs_a_name_of_its_own(tmp_path: Path, name: str) -> None:
+    others = {name: head_at(tmp_path / "other")}
+    with pytest.raises(UsageError, match="a head cannot be called"):
+        evaluate._claimed(others, RunFolder(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("lacking", ["config.json", "model.safetensors"])
+def test_a_folder_that_is_no_head_is_refused(tmp_path: Path, lacking: str) -> None:
+    other = head_at(tmp_path / "other")
+    (other / lacking).unlink()
+    with pytest.raises(UsageError, match="is no draft head: it lacks"):
+        evaluate._claimed({"theirs": other}, RunFolder(tmp_path / "run"))
+
+
+def test_measurements_of_one_head_are_not_taken_for_another_ones(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.root.mkdir()
+    one, other = head_at(tmp_path / "one"), head_at(tmp_path / "other", b"other weights")
+    assert evaluate._claimed({"theirs": one}, folder) == {"theirs": one}
+    assert evaluate._claimed({"theirs": one}, folder) == {"theirs": one}
+    with pytest.raises(UsageError, match="holds results made otherwise: weights_sha256 was"):
+        evaluate._claimed({"theirs": other}, folder)
+
+
+def test_heads_from_elsewhere_are_measured_beside_the_runs_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is measured is the head that was named, and it stands in the results under its name."""
+    folder = RunFolder(tmp_path / "run")
+    for head in (folder.head, folder.untrained_head):
+        head.parent.mkdir(exist_ok=True)
+        head_at(head)
+        (head / "truetap.json").write_text('{"boundaries": [1, 2]}')
+    folder.evaluate.mkdir()
+    (folder.heldout).write_text('{"id": "q1", "token_ids": [1, 2], "question": "?"}\n')
+    served: list[Path | None] = []
+
+    class Engine:
+        def __init__(self, arguments: dict[str, Any], *, log: Path) -> None:
+            given = arguments.get("speculative_config")
+            served.append(Path(given["model"]) if given else None)
+            self.drafts, self.log = bool(given), log
+
+        def __enter__(self) -> Engine:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Nothing runs."""
+
+        def generate(self, prompts: list[Any]) -> Any:
+            histogram = [2, 0, 2, 0] if self.drafts else None
+            return [replace(finished(p.key, histogram), token_ids=[5, 6, 7]) for p in prompts]
+
+    monkeypatch.setattr(evaluate, "VllmEngine", Engine)
+    monkeypatch.setattr(evaluate, "engine_package", lambda: "vllm 0.32.0")
+    config = RunConfig(
+        output=tmp_path, verifier=Verifier(directory=tmp_path), evaluate=Evaluate(temperatures=(0,))
+    )
+    theirs = head_at(tmp_path / "theirs")
+    quiet = Console(file=io.StringIO())
+    evaluate.evaluate(config, folder, tmp_path, quiet, others={"theirs": theirs})
+    assert served == [None, folder.untrained_head, folder.head, theirs]
+    results = json.loads((folder.evaluate / "results.json").read_text())
+    assert [run["head"] for run in results["runs"]] == ["none", "untrained", "trained", "theirs"]
+    assert results["runs"][3]["acceptance_length"] == 2.0
+    assert results["greedy_identical"]["theirs"] == [1, 1]
+    assert results["greedy_parted"] == {}

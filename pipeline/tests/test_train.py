@@ -45,7 +45,7 @@ def telling_sample(document: int, tokens: int, mask: Sequence[int], width: int =
         f"document-{document}",
         token_ids=where,
         loss_mask=torch.tensor(mask, dtype=torch.uint8),
-        states=(states + torch.arange(width) / 1000).double(),
+        states=(states + torch.arange(width) / 1000).float(),
     )
 
 
@@ -608,7 +608,7 @@ def test_one_of_several_processes_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     processes: str,
 ) -> None:
-    """CASE-27: nothing makes several agree on a number of steps, so there is only one."""
+    """CASE-27: without being told that it is one of several, each would do all of it."""
     monkeypatch.setenv("WORLD_SIZE", processes)
     folder = RunFolder(tmp_path)
     with pytest.raises(UsageError, match=f"this is one of {processes}") as refused:
