@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from packaging.version import Version
 
 from truetap.harness import cassette, errors, scrub
 from truetap.harness.cassette_tree import Decoder, Encoder, Raised
@@ -32,7 +33,7 @@ from truetap.harness.model import (
 
 FORMAT = "truetap/capture-cassette/1"
 Method = Literal["capture", "prompt_logprobs"]
-BUDGET = 1024 * 1024
+BUDGET = 4 * 1024 * 1024
 """Bytes that one may take on disk: four times as many as a cassette of replies. The core workload
 has about 1,300 different rows, and at width 32 eight slots of each take 650 KiB: the boundaries
 asked for, and the ones before them, without which few mutants could be made of a recording."""
@@ -95,6 +96,26 @@ class CaptureCassette:
     calls: tuple[Answered, ...]
     recorded: Mapping[str, str] = field(default_factory=dict)
     """What recorded it, and when."""
+
+    @property
+    def place(self) -> str:
+        """Return the name of the folder where it belongs, ``vllm_native-vllm-0.26.0-h200-llama``.
+
+        Adapter, package and release, the GPU if there was one, the verifier's family, and what of
+        the engine's settings is not the default: ``-compiled``, ``-max_num_batched_tokens-64``.
+        """
+        package, _, version = self.package.partition(" ")
+        facts = self.environment.binding
+        gpu = facts["device"] if facts.get("cuda_version") else None
+        plain = EngineSpec(model="", boundaries=self.spec.boundaries)
+        settings = "".join(
+            "-compiled" if name == "enforce_eager" else f"-{name}-{getattr(self.spec, name)}"
+            for name in differences(plain, self.spec)
+        )
+        return (
+            f"{self.adapter}-{package}-{Version(version).base_version}{cassette.on(gpu)}"
+            f"-{self.verifier.family.removesuffix('_narrow')}{settings}"
+        )
 
 
 def raised(error: TruetapError) -> Raised:

@@ -111,6 +111,8 @@ class Environment:
     python: str
     torch: str
     machine: str
+    device: str | None = None
+    """The GPU's name, ``NVIDIA H200``; None on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,17 @@ class Session:
     environment: Environment
     recorded: Recorded
     model_licence: str
+
+    @property
+    def place(self) -> str:
+        """Return where it belongs among others: ``vllm-0.26.0/uni``, ``vllm-0.26.0-h200/uni``."""
+        return f"{self.engine.name}-{self.engine.release}{on(self.environment.device)}/{self.case}"
+
+
+def on(gpu: str | None) -> str:
+    """Return what the name of a recording's folder has of a GPU: ``-h200``; "" for a CPU."""
+    words = (gpu or "").lower().removeprefix("nvidia ").split()
+    return "".join(f"-{word}" for word in words)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,9 @@ class Expectation(_Table):
     example: str = Field(min_length=1)
     """The smallest input that shows the failure, as text."""
     device: Literal["cpu", "cuda"] | None = None
+    least_ranks: int | None = Field(default=None, ge=2, strict=True)
+    """How many workers the engine must have at least: what one rank is given of another one's
+    cannot be seen with one alone."""
     verifier: Verifier = Verifier()
     spec: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Engine settings, fields of ``EngineSpec``, that must have these values."""
@@ -99,6 +102,7 @@ class Expectation(_Table):
         return (
             self._covers(str(binding.get("engine_version", "")))
             and self.device in (None, _device(binding))
+            and _ranks(binding, asked) >= (self.least_ranks or 0)
             and all(recorded.get(f"verifier_{name}") == value for name, value in wanted.items())
             and all(
                 _same(binding.get(name, asked.get(name, _SETTINGS[name])), value)
@@ -213,6 +217,13 @@ def _device(binding: Mapping[str, Any]) -> str | None:
     if binding.get("cuda_version"):
         return "cuda"
     return "cpu" if binding.get("device") else None
+
+
+def _ranks(binding: Mapping[str, Any], asked: Mapping[str, Any]) -> int:
+    """Return how many workers a run has; 0 if what is said is no number."""
+    wanted = asked.get("tensor_parallel_size", _SETTINGS["tensor_parallel_size"])
+    ranks = binding.get("world_size", wanted)
+    return ranks if type(ranks) is int else 0
 
 
 def _same(value: Any, wanted: str | float | bool) -> bool:

@@ -306,7 +306,7 @@ def _described(name: str, world_size: int, executor: str, model: Path) -> Sessio
         world_size=world_size,
         engine=cassette.Engine("vllm", vllm.__version__, engine_package(), executor),
         environment=cassette.Environment(
-            platform.python_version(), str(torch.__version__), platform.machine()
+            platform.python_version(), str(torch.__version__), platform.machine(), _gpu()
         ),
         recorded=cassette.Recorded(
             truetap, "truetap record --into DIR", datetime.now(UTC).isoformat(timespec="seconds")
@@ -314,6 +314,14 @@ def _described(name: str, world_size: int, executor: str, model: Path) -> Sessio
         # No value in a recording comes out of the model; a user's own is named nowhere.
         model_licence="random weights" if (model / "truetap.json").exists() else "not recorded",
     )
+
+
+def _gpu() -> str | None:
+    """Return the name of the GPU that the engine is on; None on a CPU, whatever torch sees."""
+    from vllm.platforms import current_platform
+
+    on_gpu = current_platform.device_type == "cuda"
+    return str(current_platform.get_device_name()) if on_gpu else None
 
 
 def _main(name: str, folder: str, model: str) -> None:

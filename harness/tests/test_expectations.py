@@ -117,6 +117,29 @@ def test_what_workers_say_counts_before_what_was_asked_for(tmp_path: Path) -> No
     assert known.of("ROWS-003", environment(), {}) is None
 
 
+@pytest.mark.parametrize(
+    ("said", "asked", "covered"),
+    [
+        ({"world_size": 2}, {}, True),
+        ({"world_size": 4}, {"tensor_parallel_size": 1}, True),
+        ({"world_size": 1}, {"tensor_parallel_size": 2}, False),
+        ({"world_size": None}, {"tensor_parallel_size": 2}, False),
+        ({"world_size": True}, {}, False),
+        ({}, {"tensor_parallel_size": 2}, True),
+        ({}, {"tensor_parallel_size": 1}, False),
+        ({}, {"tensor_parallel_size": "2"}, False),
+        ({}, {}, False),
+    ],
+)
+def test_what_needs_several_ranks_is_not_expected_of_one(
+    said: dict[str, Any], asked: dict[str, Any], covered: bool, tmp_path: Path
+) -> None:
+    known = entries(ENTRY + "least_ranks = 2", tmp_path)
+    assert (known.of("ROWS-003", environment(**said), asked) is not None) == covered
+    anywhere = entries(ENTRY, tmp_path)
+    assert anywhere.of("ROWS-003", environment(**said), asked)
+
+
 def test_an_expected_failure_is_marked_and_stays_a_failure(tmp_path: Path) -> None:
     made = ran("fail")
     found = expectations.compare(made, entries(ENTRY, tmp_path))
@@ -194,6 +217,8 @@ def test_a_review_is_due_the_day_after_its_date(tmp_path: Path) -> None:
             "verifier.family: Extra inputs",
         ),
         ('example = "t', 'device = "tpu"\nexample = "t', "device: Input should be 'cpu' or 'cuda'"),
+        ('example = "t', 'least_ranks = 1\nexample = "t', "least_ranks: Input should be greater"),
+        ('example = "t', 'least_ranks = "2"\nexample = "t', "least_ranks: Input should be a valid"),
         ("review = 2027-01-31", "review = ", "cannot be read"),
     ],
 )
@@ -263,7 +288,8 @@ def test_what_is_packaged_is_about_what_there_is(path: Path) -> None:
             file, _, test = entry.link.partition("::")
             assert f"def {test}(" in (SUITE.parents[1] / file).read_text() if test else True
             assert (SUITE.parents[1] / file).is_file()
-    assert len({(entry.clause, entry.releases) for entry in known.entries}) == len(known.entries)
+    told = [(entry.clause, entry.releases, entry.least_ranks) for entry in known.entries]
+    assert len(set(told)) == len(told)
 
 
 def deepseek(rope: str, **facts: Any) -> dict[str, Any]:
@@ -284,13 +310,36 @@ def test_plain_deepseek_on_the_cpu_is_expected_to_fail_and_nothing_else() -> Non
     assert expected(deepseek("default", verifier_model_type="llama")) == set()
 
 
-def test_the_legacy_channel_is_expected_to_fail_as_it_does() -> None:
+@pytest.mark.parametrize(
+    ("version", "ranks", "executors_own"),
+    [
+        ("0.11.0", 2, (4, 5, 6, 7, 8, 9)),
+        ("0.11.1", 2, (4, 5, 6, 7, 8, 9)),
+        ("0.26.0", 2, (4, 5, 6, 7, 8, 9)),
+        ("0.32.0", 2, (4, 5, 6, 7, 8, 9)),
+        # With one rank no other's reply is left over; a late one is, if fp8 has not come before it.
+        ("0.26.0", 1, (4, 5, 6, 7, 9)),
+        ("0.27.0", 1, (5, 6, 7, 8, 9)),
+        ("0.32.0", 1, (5, 6, 7, 8, 9)),
+    ],
+)
+def test_the_legacy_channel_is_expected_to_fail_as_it_does(
+    version: str, ranks: int, executors_own: tuple[int, ...]
+) -> None:
     """On the model of either side of the break; what really fails is asserted live."""
     known = expectations.packaged("speculators_legacy")
+    where = environment(version, world_size=ranks)
+    expected = {c for c in contract.PROFILES["reply"] if known.of(c, where, {})}
+    bare = {"REPLY-002", "REPLY-003"} if version != "0.11.0" else set()
+    assert expected == {f"REPLY-00{number}" for number in executors_own} | bare
 
-    def expected(version: str) -> set[str]:
-        return {c for c in contract.PROFILES["reply"] if known.of(c, environment(version), {})}
 
-    executors_own = {f"REPLY-00{number}" for number in (4, 5, 6, 7, 8, 9)}
-    assert expected("0.11.0") == executors_own
-    assert expected("0.11.1") == expected("0.32.0") == executors_own | {"REPLY-002", "REPLY-003"}
+@pytest.mark.parametrize(("clause", "alone"), [("REPLY-004", "0.26.0"), ("REPLY-008", "0.32.0")])
+def test_a_reason_is_that_of_the_ranks_there_are(clause: str, alone: str) -> None:
+    known = expectations.packaged("speculators_legacy")
+    two = known.of(clause, environment(alone, world_size=2), {})
+    one = known.of(clause, environment(alone, world_size=1), {})
+    assert two
+    assert one
+    assert (two.least_ranks, one.least_ranks) == (2, None)
+    assert two.reason != one.reason

@@ -92,6 +92,18 @@ class LLM:
         self.llm_engine = SimpleNamespace(vllm_config=config, engine_core=executor)
 """
 
+PLATFORM = """
+import os
+
+
+class current_platform:
+    device_type = "cuda" if "GPU" in os.environ else "cpu"
+
+    @classmethod
+    def get_device_name(cls, device_id=0):
+        return os.environ.get("GPU", "cpu")
+"""
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -108,7 +120,8 @@ def notes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (package / "v1" / "executor").mkdir(parents=True)
     (package / "__init__.py").write_text(STAND_IN)
     (package / "v1" / "executor" / "abstract.py").write_text("from vllm import Executor")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    (package / "platforms.py").write_text(PLATFORM)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"), prepend=os.pathsep)
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
@@ -136,14 +149,19 @@ def engine_processes(notes: Path) -> list[psutil.Process]:
 
 @pytest.mark.torch
 @pytest.mark.slow
-def test_a_session_becomes_a_cassette(notes: Path, model: Path, tmp_path: Path) -> None:
+def test_a_session_becomes_a_cassette(
+    notes: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines: list[str] = []
+    monkeypatch.setenv("GPU", "NVIDIA H200")
     into = tmp_path / "into"
     folders = record.record(into, cases=["mp-tp2-raised"], model=model, progress=lines.append)
     assert folders == [into / "mp-tp2-raised"]
     read = cassette.read(folders[0])
     assert (read.session.case, read.session.world_size) == ("mp-tp2-raised", 2)
     assert read.session.engine.version == "9.9.0"
+    assert read.session.environment.device == "NVIDIA H200"
+    assert read.session.place == "vllm-9.9.0-h200/mp-tp2-raised"
     assert read.session.model_licence == "not recorded"  # a model of the caller's own
     assert read.session.recorded.command == "truetap record --into DIR"
     assert read["rank 0 raises"].outcome == Raised("ValueError", "asked to fail")
@@ -167,6 +185,8 @@ def test_finished_cases_are_kept_and_force_records_anew(
     first = ["mp-tp2-timed-out"]
     record.record(tmp_path / "into", cases=first, model=model)
     manifest = tmp_path / "into" / first[0] / cassette.MANIFEST
+    session = cassette.read(manifest.parent).session
+    assert (session.environment.device, session.place) == (None, f"vllm-9.9.0/{first[0]}")
     before, started = manifest.stat().st_ino, len(notes.read_text().splitlines())
     record.record(tmp_path / "into", cases=first, model=model, progress=lines.append)
     assert lines == ["1/1 mp-tp2-timed-out: 6 calls, kept"]

@@ -36,7 +36,9 @@ def test_the_surface_environments_are_the_boundary_releases_up_to_the_newest() -
 
 
 def test_every_recorded_release_has_a_live_environment_and_the_other_way_round() -> None:
-    recorded = {path.name.removeprefix("vllm-") for path in (ROOT / "fixtures/cassettes").iterdir()}
+    names = [path.name for path in (ROOT / "fixtures/cassettes").iterdir()]
+    # On GPUs, "vllm-0.26.0-h200", nobody's tox records.
+    recorded = {name.removeprefix("vllm-") for name in names if re.fullmatch(r"vllm-[\d.]+", name)}
     assert recorded == set(live())
     assert set(in_env_list("replay")) <= recorded
     for version in in_env_list("replay"):
