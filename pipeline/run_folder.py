@@ -209,17 +209,19 @@ def json_object(line: bytes) -> dict[str, Any]:
     return row
 
 
-def append_line(path: Path, row: Mapping[str, Any]) -> None:
+def append_line(path: Path, row: Mapping[str, Any], *, durable: bool = True) -> None:
     """Append one JSON line, durably; first cut off a line torn by an interruption.
 
-    One process at a time: see ``RunFolder.lock``.
+    One that need not outlive the machine itself is on the disk with the next that has to. One
+    process at a time: see ``RunFolder.lock``.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b") as file:
         _cut_torn_line(file)
         file.write(json.dumps(row).encode() + b"\n")
         file.flush()
-        os.fsync(file.fileno())
+        if durable:
+            os.fsync(file.fileno())
 
 
 def _cut_torn_line(file: BinaryIO) -> None:

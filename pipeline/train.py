@@ -37,6 +37,7 @@ from truetap.pipeline.batches import (
     Batch,
     Step,
     ahead,
+    common_length,
     filled,
     pack,
     require_own_tokens,
@@ -185,9 +186,11 @@ def _loop(
     ranks.main_does(lambda: _forget_after(metrics, done))
     ranks.require_same(prepared.parameters())
     started, tokens = time.monotonic(), 0
+    on_gpu = accelerator.device.type == "cuda"
+    length = common_length((p for s in steps for p in s.packs), training) if on_gpu else 0
+    packs = ahead(steps[done:], training, ranks.rank, length=length, pinned=on_gpu)
     with bar(console, "training steps", len(steps), done=done) as progress:
-        pinned = accelerator.device.type == "cuda"
-        for step, packed in ahead(steps[done:], training, ranks.rank, pinned=pinned):
+        for step, packed in packs:
             optimizer.zero_grad()
             measured = learner.learn(step, training, packed)
             norm = accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
@@ -199,13 +202,13 @@ def _loop(
             rate = tokens / (time.monotonic() - started)
             row = _row("step", step, measured, settings.test_time_steps)
             row |= {"learning_rate": scheduler.get_last_lr()[0], "tokens_per_s": round(rate, 1)}
-            if ranks.main:
-                run_folder.append_line(metrics, row)
+            kept = step.number == len(steps) or step.number % settings.checkpoint_every == 0
+            if ranks.main:  # steps after the last checkpoint are made again, whatever is on record
+                run_folder.append_line(metrics, row, durable=kept)
             progress.advance(
                 note=f"loss {row['loss']:.2f}, right {row['accuracy'][0]:.0%}, {rate:,.0f} tokens/s"
             )
-            last = step.number == len(steps)
-            if last or step.number % settings.checkpoint_every == 0:
+            if kept:
                 if groups:
                     measured = learner.validate(groups, data.validation)
                     row = _row("validation", step, measured, settings.test_time_steps)
@@ -250,12 +253,13 @@ class _Learner:
             _, loss, measured = self._model(**_on(batch, self._accelerator.device), **self._loss)
             loss = loss * weight
             measured |= {name: measured[name] * weight for name in ("loss_sum", "loss_total")}
-        summed = self._ranks.sums(measured, self._sums)
-        with self._ranks.alike():
-            _require_finite("loss", float(summed["loss_sum"] / summed["loss_total"]), step)
         if loss is not None:
             self._accelerator.backward(loss)
         self._ranks.add_gradients(self._model.parameters())
+        # Looked at only now: a GPU that is asked for a number idles until it is given more work.
+        summed = self._ranks.sums(measured, self._sums)
+        with self._ranks.alike():
+            _require_finite("loss", float(summed["loss_sum"] / summed["loss_total"]), step)
         return summed
 
     def validate(
@@ -264,10 +268,12 @@ class _Learner:
         """Return what all groups measure together; the processes divide them."""
         import torch
 
+        on_gpu = self._accelerator.device.type == "cuda"
+        length = common_length(groups, validation) if on_gpu else 0
         self._model.eval()
         measured: Counter[str] = Counter()
         for group in groups[self._ranks.rank :: self._ranks.count]:
-            whole = _on(pack([validation[i] for i in group]), self._accelerator.device)
+            whole = _on(pack([validation[i] for i in group], length), self._accelerator.device)
             with torch.no_grad():
                 _, _, part = self._model(**whole, **self._loss)
             measured.update({name: float(value) for name, value in part.items()})

@@ -109,6 +109,17 @@ def test_a_corrupt_line_in_the_middle_is_named_and_kept(tmp_path: Path, bad: byt
     assert path.read_bytes() == data
 
 
+def test_lines_that_need_not_outlive_the_machine_wait_for_one_that_has_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, synced = tmp_path / "lines.jsonl", []
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append(path.read_bytes().count(b"\n")))
+    for number in range(5):
+        run_folder.append_line(path, {"step": number}, durable=number % 2 == 1)
+        assert len(run_folder.read_lines(path)) == number + 1  # whoever reads sees it at once
+    assert synced == [2, 4]
+
+
 @pytest.mark.parametrize("fails_in", ["dump", "fsync"])
 def test_json_that_fails_to_be_written_leaves_the_old(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_in: str

@@ -174,7 +174,7 @@ def test_the_dataset_has_the_conversations_training_ones_first(
 
 @pytest.mark.parametrize(("training", "rows"), [(280, 300), (1, 2), (99_999, 100_000), (5, 5)])
 def test_the_ratio_told_splits_where_the_splits_are(training: int, rows: int) -> None:
-    share = float(f"{arrow_dataset._share(training, rows):.9f}")
+    share = float(f"{arrow_dataset.share(training, rows):.9f}")
     assert int(rows * share) == min(training, rows - 1)
     assert 0 < share < 1
 

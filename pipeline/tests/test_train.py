@@ -436,8 +436,8 @@ def test_a_resumed_training_ends_as_an_uninterrupted_one(
 
     append = run_folder.append_line
 
-    def killed_in_step_5(path: Path, row: dict[str, Any]) -> None:
-        append(path, row)
+    def killed_in_step_5(path: Path, row: dict[str, Any], **how: Any) -> None:
+        append(path, row, **how)
         if row.get("step") == 5:
             raise KeyboardInterrupt
 
