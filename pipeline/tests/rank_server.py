@@ -96,6 +96,8 @@ def become(rank: int, count: int, port: int, job: dict[str, Any]) -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    # A shell's background jobs, and what they start, ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     said = os.open(f"{job['said']}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(said, 1)
     os.dup2(said, 2)
