@@ -1,6 +1,6 @@
 """The processes that train one head together: what they tell each other, and how all of them end.
 
-torchrun or accelerate launch starts them, accelerate connects them. They differ in two things only:
+torchrun starts them, accelerate connects them. They differ in two things only:
 the main one alone writes and speaks, and each packs samples of its own.
 """
 

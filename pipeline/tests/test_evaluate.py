@@ -287,3 +287,58 @@ def test_heads_from_elsewhere_are_measured_beside_the_runs_own(
     assert results["runs"][3]["acceptance_length"] == 2.0
     assert results["greedy_identical"]["theirs"] == [1, 1]
     assert results["greedy_parted"] == {}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "passes"),
+    [("bfloat16", 0.125, True), ("bfloat16", 3.0, False), ("float32", 0.125, False)],
+)
+def test_where_greedy_answers_part_the_verifier_alone_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Any, gap: float, *, passes: bool
+) -> None:
+    """The trained head's answer is [5, 8] in place of [5, 6]: asked is [prompt, 5, 6 or 8]."""
+    folder = RunFolder(tmp_path / "run")
+    folder.root.mkdir()
+    for head in (folder.head, folder.untrained_head):
+        (head_at(head) / "truetap.json").write_text('{"boundaries": [1, 2]}')
+    folder.evaluate.mkdir()
+    folder.heldout.write_text('{"id": "q1", "token_ids": [1, 2], "question": "?"}\n')
+    asked: list[list[int]] = []
+
+    class Engine:
+        def __init__(self, arguments: dict[str, Any], *, log: Path) -> None:
+            self.draft = (arguments.get("speculative_config") or {}).get("model")
+            self.log = log
+
+        def __enter__(self) -> Engine:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Nothing runs."""
+
+        def generate(self, prompts: list[Any]) -> Any:
+            ids = [5, 8] if self.draft == str(folder.head) else [5, 6]
+            histogram = [0, 0, 0, 2] if self.draft else None
+            return [replace(finished(p.key, histogram), token_ids=ids) for p in prompts]
+
+        def prompt_logprobs(self, tokens: list[int]) -> list[float]:
+            assert self.draft is None, "the verifier was not asked alone"
+            asked.append(tokens)
+            return [0.0, 0.0, -1.0 if tokens[-1] == 6 else -1.0 - gap]
+
+    monkeypatch.setattr(evaluate, "VllmEngine", Engine)
+    monkeypatch.setattr(evaluate, "engine_package", lambda: "vllm 0.32.0")
+    measured = Evaluate(temperatures=(0,), dtype=dtype)
+    config = RunConfig(output=tmp_path, verifier=Verifier(directory=tmp_path), evaluate=measured)
+    quiet = Console(file=io.StringIO())
+    if passes:
+        evaluate.evaluate(config, folder, tmp_path, quiet)
+    else:
+        with pytest.raises(CheckFailed, match="'q1' parts at token 1, where the verifier itself"):
+            evaluate.evaluate(config, folder, tmp_path, quiet)
+    assert sorted(asked) == [[1, 2, 5, 6], [1, 2, 5, 8]]
+    results = json.loads((folder.evaluate / "results.json").read_text())
+    assert results["greedy_identical"] == {"untrained": [1, 1], "trained": [0, 1]}
+    assert results["greedy_parted"] == {
+        "trained": {"answers": 1, "largest_gap": gap, "question": "q1", "position": 1}
+    }

@@ -106,9 +106,9 @@ def require(where: Parted | None, dtype: str) -> str:
         (0.25, "bfloat16", True),
         (0.5, "bfloat16", True),
         (0.625, "bfloat16", False),
-        (0.25, "float16", False),
+        (0.03125, "float16", False),
         (0.0625, "float32", False),
-        (0.001, "float32", True),
+        (1e-6, "float32", False),  # not measured, so not allowed for
         (float("inf"), "bfloat16", False),
         (float("nan"), "bfloat16", False),
     ],
