@@ -17,6 +17,7 @@ import numpy as np
 from truetap.harness import verifier
 from truetap.harness.errors import CouldNotRun
 from truetap.harness.model import EngineSpec
+from truetap.harness.progress import bar
 from truetap.pipeline import (
     audit_log,
     batches,
@@ -54,7 +55,8 @@ def export(config: RunConfig, folder: RunFolder, spec: EngineSpec, console: Cons
     )
     audit_log.require_kept(store)
     conversations = prepare.load(folder)
-    samples = store.samples([c.id for c in conversations])
+    with bar(console, "shards verified", len(store.entries())) as progress:
+        samples = store.samples([c.id for c in conversations], verified=progress.advance)
     batches.require_own_tokens(dict(zip(conversations, samples, strict=True)))
     bad = batches.unusable(samples)
     for name, why in bad.items():

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from truetap.harness.errors import CheckFailed, IntegrityError, UsageError
+from truetap.pipeline import float_bits
 from truetap.pipeline.config import RunConfig
 from truetap.pipeline.prepare import Conversation
-from truetap.pipeline.store import Sample
+from truetap.pipeline.store import READERS, Sample
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +26,8 @@ FLEX_BLOCK = 128
 """Tokens of a block of torch's flex attention, by default."""
 NOBODYS = {"document_ids": -1}
 """What filling tokens have, if not 0: speculators' masks let nobody attend to this document."""
+_FIRST = 16
+"""Values of a row that are looked at before the rest of it is."""
 UNUSABLE_SHARE = 0.01
 """Largest share of samples that may be left out for their states. One bad row in a hundred samples
 is an accident; more is a capture path that should not be trained on."""
@@ -64,11 +69,11 @@ def unusable(samples: Iterable[Sample]) -> dict[str, str]:
     Raises ``CheckFailed`` if it is more than ``UNUSABLE_SHARE`` of them. They are left out before
     the schedule is made, so every step of it has something to learn from.
     """
-    count, bad = 0, {}
-    for sample in samples:
-        count += 1
-        if wrong := fault_of(sample):
-            bad[sample.id] = wrong
+    held = list(samples)
+    with ThreadPoolExecutor(READERS) as readers:
+        faults = zip(held, readers.map(fault_of, held), strict=True)
+        bad = {sample.id: wrong for sample, wrong in faults if wrong}
+    count = len(held)
     if len(bad) > UNUSABLE_SHARE * count:
         first = next(iter(bad))
         raise CheckFailed(
@@ -81,22 +86,22 @@ def unusable(samples: Iterable[Sample]) -> dict[str, str]:
 
 def fault_of(sample: Sample) -> str:
     """Return why a sample's states must not be trained on, or ''."""
-    import torch
-
-    states, ids = sample.states, sample.token_ids
+    states, ids = sample.states, sample.token_ids.numpy()
     if not len(states) == len(ids) == len(sample.loss_mask):
         return f"{len(states)} rows, {len(ids)} tokens and a loss mask of {len(sample.loss_mask)}"
-    finite = torch.isfinite(states).flatten(1).all(1)
-    if not bool(finite.all()):
-        rows = (~finite).nonzero().flatten()
-        return f"{len(rows)} of {len(states)} rows are not finite, the first is {int(rows[0])}"
-    filled = states.flatten(1).any(1)
-    if not bool(filled.all()):
-        return f"row {int((~filled).nonzero()[0])} is all zero"
+    bits = float_bits.of(states)
+    if not bits.finite:
+        bad = np.flatnonzero(bits.not_finite(bits.array))
+        return f"{len(bad)} of {len(states)} rows are not finite, the first is {bad[0]}"
+    rows = bits.array.reshape(len(states), -1)
+    first = rows[:, :_FIRST]
+    for row in np.flatnonzero(bits.zero(first)):
+        if bits.zero(rows[row : row + 1]).all():
+            return f"row {row} is all zero"
     # A token that follows itself may well have equal states: there is nothing else to attend to.
-    equal = (states[1:] == states[:-1]).flatten(1).all(1) & (ids[1:] != ids[:-1])
-    if bool(equal.any()):
-        return f"row {int(equal.nonzero()[0]) + 1} repeats the one before, of another token"
+    for row in np.flatnonzero((first[1:] == first[:-1]).all(1) & (ids[1:] != ids[:-1])):
+        if np.array_equal(rows[row], rows[row + 1]):
+            return f"row {row + 1} repeats the one before, of another token"
     return ""
 
 

@@ -78,6 +78,17 @@ def build(config: RunConfig, spec: EngineSpec, vocabulary: Sequence[int]) -> Any
     return model.float()
 
 
+def loss() -> Any:
+    """Return the loss, as speculators configures it: the same on every device.
+
+    On a GPU speculators compiles it. Its "fused" kernels would save memory there, but torch up to
+    2.11 cannot compile a model with them (pytorch/pytorch#177874).
+    """
+    from speculators.losses import resolve_loss_config
+
+    return resolve_loss_config("kl_div", "eager")
+
+
 def _quiet() -> None:
     """Keep other libraries' progress bars and notices out of ours."""
     from loguru import logger

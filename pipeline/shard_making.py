@@ -23,6 +23,7 @@ from truetap.harness.engine import Finished
 from truetap.harness.errors import CheckFailed
 from truetap.harness.extraction import Extracting, Pool, Progress, ShardOrder, WrittenShard
 from truetap.harness.model import CaptureRequest, Environment
+from truetap.pipeline import float_bits
 from truetap.pipeline.prepare import Conversation
 
 if TYPE_CHECKING:
@@ -165,22 +166,18 @@ def require_sound(name: str, states: torch.Tensor) -> None:
     Where they are right it takes few calls, each over all of them: after each a thread waits for
     Python's lock, which the thread that drives the engine holds most of the time.
     """
-    bits, sign, infinite = _bits(states)
-    # Bits of floats order as their size does, and infinity's are a limit; those with a sign are the
-    # largest of all as unsigned numbers, and negative as signed ones.
-    if bits.size and (
-        bits.max() >= sign + infinite or bits.view(f"i{bits.itemsize}").max() >= infinite
-    ):
+    bits = float_bits.of(states)
+    if not bits.finite:
         bad = [
             start + row
-            for start, some in _pieces(bits)
-            for row in np.flatnonzero(((some & (sign - 1)) >= infinite).any((1, 2))).tolist()
+            for start, some in _pieces(bits.array)
+            for row in np.flatnonzero(bits.not_finite(some)).tolist()
         ]
         raise CheckFailed(f"{name}: {len(bad)} rows are not finite, the first is {bad[0]}")
-    slots = range(bits.shape[1])
+    slots = range(bits.array.shape[1])
     zero, equal = set(slots), set(combinations(slots, 2))
-    for _, some in _pieces(bits):
-        zero -= {slot for slot in zero if (some[:, slot] & (sign - 1)).any()}
+    for _, some in _pieces(bits.array):
+        zero -= {slot for slot in zero if not bits.zero(some[:, slot]).all()}
         equal -= {(a, b) for a, b in equal if not np.array_equal(some[:, a], some[:, b])}
         if not zero and not equal:  # as a rule after the first piece
             return
@@ -195,14 +192,3 @@ def _pieces(bits: npt.NDArray[Any]) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     step = max(1, _PIECE_BYTES // bits[:1].nbytes)
     for start in range(0, len(bits), step):
         yield start, bits[start : start + step]
-
-
-def _bits(states: torch.Tensor) -> tuple[npt.NDArray[Any], int, int]:
-    """Return floats as unsigned integers, the sign's bit, and the bits of infinity."""
-    import torch
-
-    size = states.element_size()
-    kind = {2: torch.int16, 4: torch.int32}[size]
-    infinite = torch.tensor(float("inf"), dtype=states.dtype).view(kind)
-    array: npt.NDArray[Any] = states.view(kind).numpy().view(f"u{size}")
-    return array, 1 << (8 * size - 1), int(infinite)

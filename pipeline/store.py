@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -181,13 +181,21 @@ class Store:
         bounds = held["offsets"].tolist()
         return [held["token_ids"][a:b].tolist() for a, b in pairwise(bounds)]
 
-    def samples(self, ids: Sequence[str]) -> list[Sample]:
-        """Return the captures of the given conversations, every shard verified first."""
+    def samples(
+        self, ids: Sequence[str], *, verified: Callable[[], None] = lambda: None
+    ) -> list[Sample]:
+        """Return the captures of the given conversations, every shard verified first.
+
+        ``verified`` is called after each shard.
+        """
         found: dict[str, Sample] = {}
         entries = list(self.entries().values())
+        shards = []
         with ThreadPoolExecutor(READERS) as readers:
-            verified = list(readers.map(self.verified, entries))
-        for entry, tensors in zip(entries, verified, strict=True):
+            for tensors in readers.map(self.verified, entries):
+                shards.append(tensors)
+                verified()
+        for entry, tensors in zip(entries, shards, strict=True):
             bounds = tensors["offsets"].tolist()
             for index, sample_id in enumerate(entry["ids"]):
                 rows = slice(bounds[index], bounds[index + 1])

@@ -116,7 +116,9 @@ def _data(
 ) -> _Data:
     """Read the conversations and their captures, all verified, in each process for itself."""
     conversations = prepare.load(folder)
-    found = Store(folder.shards).samples([c.id for c in conversations])
+    store = Store(folder.shards)
+    with bar(console, "shards verified", len(store.entries())) as progress:
+        found = store.samples([c.id for c in conversations], verified=progress.advance)
     samples = dict(zip(conversations, found, strict=True))
     require_own_tokens(samples)
     bad = unusable(samples.values())
@@ -222,14 +224,8 @@ class _Learner:
     """Learns and measures, each process on packs of its own; what is measured is of all."""
 
     def __init__(self, accelerator: Any, model: Any, test_time_steps: int, ranks: Ranks) -> None:
-        from speculators.losses import resolve_loss_config
-
         self._accelerator, self._model, self._ranks = accelerator, model, ranks
-        implementation = "fused" if accelerator.device.type == "cuda" else "eager"
-        self._loss = {
-            "ttt_steps": test_time_steps,
-            "loss_config": resolve_loss_config("kl_div", implementation),
-        }
+        self._loss = {"ttt_steps": test_time_steps, "loss_config": draft_head.loss()}
         kinds = ["loss", *(f"full_acc_{k}" for k in range(test_time_steps))]
         self._sums = [f"{kind}_{what}" for kind in kinds for what in ("sum", "total")]
 

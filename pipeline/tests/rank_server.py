@@ -44,7 +44,7 @@ def not_finite() -> None:
 
 
 def corrupt() -> None:
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise IntegrityError("shard 7 is corrupt", remedy="run truetap extract again")
 
     Store.samples = refuse  # type: ignore[assignment,method-assign]

@@ -55,12 +55,9 @@ def samples(width: int = 128) -> list[Sample]:
 
 def learnt(head: Any, length: int, device: str = "cpu") -> tuple[float, dict[str, Any]]:
     """Return the loss of all samples in one pack, and its gradients."""
-    from speculators.losses import resolve_loss_config
-
     batch = {name: tensor.to(device) for name, tensor in batches.pack(samples(), length).items()}
-    eager = resolve_loss_config("kl_div", "eager")
     head.zero_grad()
-    _, loss, _ = head.to(device)(**batch, ttt_steps=STEPS, loss_config=eager)
+    _, loss, _ = head.to(device)(**batch, ttt_steps=STEPS, loss_config=draft_head.loss())
     loss.backward()
     gradients = {n: p.grad.cpu() for n, p in head.named_parameters() if p.grad is not None}
     return loss.item(), gradients
@@ -100,11 +97,10 @@ def test_a_filled_pack_teaches_what_an_unfilled_one_does(
 def forward(head: Any, length: int) -> float:
     """Flex attention has no backward pass on a CPU."""
     import torch
-    from speculators.losses import resolve_loss_config
 
-    eager = resolve_loss_config("kl_div", "eager")
+    pack = batches.pack(samples(), length)
     with torch.no_grad():
-        _, loss, _ = head(**batches.pack(samples(), length), ttt_steps=STEPS, loss_config=eager)
+        _, loss, _ = head(**pack, ttt_steps=STEPS, loss_config=draft_head.loss())
     return float(loss)
 
 

@@ -458,6 +458,29 @@ def test_a_resumed_training_ends_as_an_uninterrupted_one(
     assert not changed & {"lm_head.weight", "d2t", "t2d"}
 
 
+@pytest.mark.gpu
+def test_a_gpu_trains_as_a_cpu_does(
+    begin: Callable[..., RunFolder],
+    tiny_verifier: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of it, compiled, in bfloat16, from shards to an exported head."""
+    import torch
+
+    spec, losses = spec_of(tiny_verifier), []
+    for name, there in (("gpu", True), ("cpu", False)):
+        folder = begin(name)
+        config = config_of(folder.root, tiny_verifier, mixed_precision="bf16")
+        with monkeypatch.context() as patch:
+            if not there:
+                patch.setattr(torch.cuda, "is_available", lambda: False)
+            train.train(config, folder, spec, console)
+        assert (folder.head / "model.safetensors").exists()
+        losses.append([row["loss"] for row in measured(folder)])
+    assert losses[0] == pytest.approx(losses[1], rel=2e-2)
+
+
 def test_the_exported_head_is_what_an_engine_loads(
     begin: Callable[..., RunFolder], tiny_verifier: Path, console: Console
 ) -> None:
@@ -550,6 +573,14 @@ def test_a_token_that_follows_itself_may_have_equal_states() -> None:
     states, ids = good.states.clone(), good.token_ids.clone()
     states[6], ids[6] = states[5], ids[5]
     assert batches.fault_of(replace(good, states=states, token_ids=ids)) == ""
+
+
+def test_rows_that_only_begin_with_zeros_or_as_the_one_before_are_right() -> None:
+    good = random_samples()[0]
+    states = good.states.clone()
+    states[3].flatten()[:-1] = 0
+    states[6].flatten()[:-1] = states[5].flatten()[:-1]
+    assert batches.fault_of(replace(good, states=states)) == ""
 
 
 def test_rows_without_a_token_or_a_mask_are_named() -> None:
