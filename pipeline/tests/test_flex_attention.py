@@ -55,10 +55,14 @@ def samples(width: int = 128) -> list[Sample]:
 
 def learnt(head: Any, length: int, device: str = "cpu") -> tuple[float, dict[str, Any]]:
     """Return the loss of all samples in one pack, and its gradients."""
+    import torch
+
     batch = {name: tensor.to(device) for name, tensor in batches.pack(samples(), length).items()}
     head.zero_grad()
-    _, loss, _ = head.to(device)(**batch, ttt_steps=STEPS, loss_config=draft_head.loss())
-    loss.backward()
+    # Where there is a GPU speculators compiles for a CPU too: slowly, and torch 2.11 fails.
+    with torch.compiler.set_stance("force_eager" if device == "cpu" else "default"):
+        _, loss, _ = head.to(device)(**batch, ttt_steps=STEPS, loss_config=draft_head.loss())
+        loss.backward()
     gradients = {n: p.grad.cpu() for n, p in head.named_parameters() if p.grad is not None}
     return loss.item(), gradients
 
@@ -99,7 +103,7 @@ def forward(head: Any, length: int) -> float:
     import torch
 
     pack = batches.pack(samples(), length)
-    with torch.no_grad():
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         _, loss, _ = head(**pack, ttt_steps=STEPS, loss_config=draft_head.loss())
     return float(loss)
 
