@@ -160,7 +160,8 @@ def common_length(packs: Iterable[Sequence[int]], samples: Sequence[Sample]) -> 
     speculators' model counts in blocks where a draft step's keys begin; torch refuses other lengths
     at the second draft step. And compiled code is for one length.
     """
-    longest = max(sum(len(samples[index].token_ids) - 1 for index in each) for each in packs)
+    sizes = (sum(len(samples[index].token_ids) - 1 for index in each) for each in packs)
+    longest = max(sizes, default=0)
     return -(-longest // FLEX_BLOCK) * FLEX_BLOCK
 
 
@@ -248,4 +249,5 @@ def filled(
             group, size = [], 0
         group.append(index)
         size += length
-    yield tuple(group)
+    if group:
+        yield tuple(group)

@@ -189,7 +189,12 @@ def _loop(
     ranks.require_same(prepared.parameters())
     started, tokens = time.monotonic(), 0
     on_gpu = accelerator.device.type == "cuda"
-    length = common_length((p for s in steps for p in s.packs), training) if on_gpu else 0
+    length = 0
+    if on_gpu:  # one for training and validation: each further one is compiled for
+        length = max(
+            common_length((p for s in steps for p in s.packs), training),
+            common_length(groups, data.validation),
+        )
     packs = ahead(steps[done:], training, ranks.rank, length=length, pinned=on_gpu)
     with bar(console, "training steps", len(steps), done=done) as progress:
         for step, packed in packs:
@@ -207,12 +212,14 @@ def _loop(
             kept = step.number == len(steps) or step.number % settings.checkpoint_every == 0
             if ranks.main:  # steps after the last checkpoint are made again, whatever is on record
                 run_folder.append_line(metrics, row, durable=kept)
+            if step.number == done + 1:  # on a GPU most of its time compiles the model
+                started, tokens = time.monotonic(), 0
             progress.advance(
                 note=f"loss {row['loss']:.2f}, right {row['accuracy'][0]:.0%}, {rate:,.0f} tokens/s"
             )
             if kept:
                 if groups:
-                    measured = learner.validate(groups, data.validation)
+                    measured = learner.validate(groups, data.validation, length)
                     row = _row("validation", step, measured, settings.test_time_steps)
                     if ranks.main:
                         run_folder.append_line(metrics, row)
@@ -259,13 +266,11 @@ class _Learner:
         return summed
 
     def validate(
-        self, groups: Sequence[tuple[int, ...]], validation: Sequence[Sample]
+        self, groups: Sequence[tuple[int, ...]], validation: Sequence[Sample], length: int
     ) -> Mapping[str, Any]:
         """Return what all groups measure together; the processes divide them."""
         import torch
 
-        on_gpu = self._accelerator.device.type == "cuda"
-        length = common_length(groups, validation) if on_gpu else 0
         self._model.eval()
         measured: Counter[str] = Counter()
         for group in groups[self._ranks.rank :: self._ranks.count]:

@@ -373,6 +373,12 @@ def test_every_epoch_has_every_sample_once(tmp_path: Path, tokens_per_step: int)
         assert tokens <= tokens_per_step or len(step.samples) == 1
 
 
+def test_no_samples_make_no_group() -> None:
+    """All that were held back for validation may be left out for their states."""
+    assert list(batches.filled([], [], 100)) == []
+    assert batches.common_length([], []) == 0
+
+
 def test_the_schedule_follows_from_the_seed(tmp_path: Path) -> None:
     samples, config = random_samples(), config_of(tmp_path, tmp_path)
     assert batches.schedule(config, samples) == batches.schedule(config, samples)
