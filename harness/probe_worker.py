@@ -6,6 +6,8 @@ call, shows. ``expected_value`` builds the same values without an engine.
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -64,6 +66,13 @@ class ProbeWorker(CollectWorker):
         slept = seconds if self.rank == rank else 0.0
         time.sleep(slept)
         return {"rank": self.rank, "slept": slept}
+
+    def probe_end(self, rank: int) -> dict[str, Any]:
+        """Kill ``rank``'s own process; the other ranks answer at once."""
+        self._probe_counted()
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return {"rank": self.rank, "killed": False}
 
     def probe_count(self) -> int:
         """Return how many probe methods this worker has run, this one included."""

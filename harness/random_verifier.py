@@ -74,12 +74,18 @@ _YARN: dict[str, Any] = {
 }
 
 
-def tiny_llama(directory: Path, *, seed: int = 0, num_blocks: int = 12) -> Path:
+def tiny_llama(directory: Path, *, seed: int = 0, num_blocks: int = 12, num_heads: int = 4) -> Path:
     """Write a Llama of ``num_blocks`` blocks, width 128, vocabulary 512; 7 MB, in float32.
 
-    Twelve blocks, so that sorting ids as text ("10" before "2") would show.
+    Twelve blocks, so that sorting ids as text ("10" before "2") would show. Heads, all 32 wide, are
+    what tensor parallel ranks divide.
     """
-    settings = {"num_key_value_heads": 2, "num_hidden_layers": num_blocks}
+    settings = {
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_hidden_layers": num_blocks,
+    }
     return _build(directory, "tiny_llama", "Llama", settings, seed)
 
 

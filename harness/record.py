@@ -34,7 +34,7 @@ from truetap.harness.deadline import bounded
 from truetap.harness.engine import root_cause
 from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
 from truetap.harness.random_verifier import tiny_llama
-from truetap.harness.record_cases import CASES, Case, Step
+from truetap.harness.record_cases import CASES, USUAL, Case, Step
 
 CASE_DEADLINE_S = 900.0
 SHUTDOWN_DEADLINE_S = 20.0
@@ -61,18 +61,19 @@ def record(
     force: bool = False,
     progress: Callable[[str], None] = lambda _line: None,
 ) -> list[Path]:
-    """Record ``cases`` (all by default) into one folder each below ``into``; return the folders.
+    """Record ``cases`` into one folder each below ``into``; return the folders.
 
     Cases that are there already, intact and of this engine, are kept, so that an interrupted
-    recording goes on where it was; ``force`` records them anew. ``model`` is the folder of a model
-    that the engine can load at tensor parallelism 2; left out, one with random weights is made.
+    recording goes on where it was; ``force`` records them anew. Without ``cases`` they are those of
+    one and two workers, ``USUAL``. ``model`` is the folder of a model that the engine can load for
+    as many; left out, one with random weights is made.
     ``progress`` gets a line for every case.
 
     Raises UsageError for an unknown case or a folder of another engine's recordings, CouldNotRun if
     there is no engine, no folder, or a session cannot be held. Finished cases stay; of an
     unfinished one nothing does.
     """
-    wanted = list(CASES) if cases is None else list(dict.fromkeys(cases))
+    wanted = list(USUAL) if cases is None else list(dict.fromkeys(cases))
     if unknown := [name for name in wanted if name not in CASES]:
         raise UsageError(f"no case {', '.join(unknown)}; there are: {', '.join(CASES)}")
     package = engine_package()
@@ -177,8 +178,9 @@ def _inherited(case: Case) -> dict[str, str]:
     if case.mode.insecure:
         kept["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     cores = sorted(os.sched_getaffinity(0))
-    if case.world_size > 1 and len(cores) >= case.world_size:
-        kept["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, cores[: case.world_size]))
+    if case.world_size > 1:  # one core each, as far as there are enough
+        bound = [cores[rank % len(cores)] for rank in range(case.world_size)]
+        kept["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, bound))
     return kept
 
 
@@ -202,9 +204,9 @@ def _session(name: str, folder: Path, model: Path) -> str:
     """Hold the session of one case in this process and write its cassette."""
     case = CASES[name]
     if not (model / "config.json").exists():
-        tiny_llama(model, num_blocks=2)
+        tiny_llama(model, num_blocks=2, num_heads=8)
     engine = _open(case, model)
-    tape, left = Tape(), list(case.steps(case.mode))
+    tape, left = Tape(), case.plan()
     made = len(left)
     while left:
         step = left.pop(0)

@@ -20,7 +20,6 @@ TIMEOUT_S = 60.0
 """The executor's own ``timeout``, shorter than our deadline so that it is what ends a call."""
 SHORT_TIMEOUT_S = 2.0
 
-_WORLD = 2
 _LAYERS = Request("probe_layers", (4, 3))
 _IDENTITY = Request("probe_identity")
 _COUNT = Request("probe_count")
@@ -48,7 +47,8 @@ class Case:
 
     mode: Mode
     """Of the session's plainest call."""
-    steps: Callable[[Mode], Iterator[Step]]
+    steps: Callable[[Mode, int], Iterator[Step]]
+    """The calls, of the plainest mode and the number of workers."""
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
 
@@ -56,6 +56,10 @@ class Case:
     def world_size(self) -> int:
         """Return how many workers the engine has."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    def plan(self) -> list[Step]:
+        """Return the calls to make, in their order."""
+        return list(self.steps(self.mode, self.world_size))
 
 
 def _step(
@@ -92,38 +96,40 @@ def _by_rank(mode: Mode, ranks: Sequence[Any], *, non_block: bool) -> Iterator[S
         yield _step("layers", _LAYERS, mode, rank=rank, non_block=non_block, timeout_s=timeout_s)
 
 
-def _multiproc(mode: Mode) -> Iterator[Step]:
+def _multiproc(mode: Mode, world: int) -> Iterator[Step]:
+    last = world - 1
     yield _step("identity", _IDENTITY, mode)
-    yield from _by_rank(mode, ("absent", None, 0, 1, -1), non_block=False)
+    yield from _by_rank(mode, ("absent", None, 0, last, -1), non_block=False)
     for kind in _kinds_but(_SPOILING):
         yield _step(f"value {kind}", _value(kind), mode)
-        yield _step(f"value {kind}", _value(kind), mode, rank=1)
+        yield _step(f"value {kind}", _value(kind), mode, rank=last)
     yield _step("count before", _COUNT, mode)
-    yield from _by_rank(mode, (_WORLD,), non_block=False)
+    yield from _by_rank(mode, (world,), non_block=False)
     yield _step("count after", _COUNT, mode)
-    # Nobody asked rank 1, so nobody hears that it failed.
-    yield _step("rank 1 raises", _raises(1), mode, rank=0)
+    # Nobody asked the last rank, so nobody hears that it failed.
+    yield _step(f"rank {last} raises", _raises(last), mode, rank=0)
     yield _step("identity after a silent failure", _IDENTITY, mode)
-    yield from _not_blocking(mode)
+    yield from _not_blocking(mode, world)
 
 
-def _not_blocking(mode: Mode) -> Iterator[Step]:
+def _not_blocking(mode: Mode, world: int) -> Iterator[Step]:
+    last = world - 1
     # Up to 0.11.0 most are refused when the workers were already asked, so replies stay behind:
     # these come last, and are fewer than the ten that a queue holds.
-    yield from _by_rank(mode, ("absent", None, 0, 1, -1, _WORLD), non_block=True)
+    yield from _by_rank(mode, ("absent", None, 0, last, -1, world), non_block=True)
     for kind in ("none", "list_of_one_tensor"):
         yield _step(f"value {kind}", _value(kind), mode, non_block=True)
-        yield _step(f"value {kind}", _value(kind), mode, non_block=True, rank=1)
+        yield _step(f"value {kind}", _value(kind), mode, non_block=True, rank=last)
     yield _step("identity after non_block", _IDENTITY, mode)
 
 
-def _pipelined(mode: Mode) -> Iterator[Step]:
+def _pipelined(mode: Mode, world: int) -> Iterator[Step]:
     yield _step("identity", _IDENTITY, mode)
-    yield from _by_rank(mode, ("absent", None, 0, 1), non_block=False)
-    yield from _not_blocking(mode)
+    yield from _by_rank(mode, ("absent", None, 0, world - 1), non_block=False)
+    yield from _not_blocking(mode, world)
 
 
-def _multiproc_alone(mode: Mode) -> Iterator[Step]:
+def _multiproc_alone(mode: Mode, _world: int) -> Iterator[Step]:
     yield _step("identity", _IDENTITY, mode)
     yield from _by_rank(mode, ("absent", None, 0, -1, 1), non_block=False)
     for kind in ("none", "empty_list", "list_of_one_tensor", "world_many", "tensor"):
@@ -132,37 +138,47 @@ def _multiproc_alone(mode: Mode) -> Iterator[Step]:
     yield from _by_rank(mode, ("absent", None, 0, -1, 1), non_block=True)
 
 
-def _multiproc_raised(mode: Mode) -> Iterator[Step]:
+def _multiproc_raised(mode: Mode, world: int) -> Iterator[Step]:
+    last = world - 1
     yield from _sealed(mode, "a")
-    yield _step("rank 1 raises", _raises(1), mode)
+    yield _step(f"rank {last} raises", _raises(last), mode)
     yield from _sealed(mode, "b")
-    # The executor stops reading at rank 0; what rank 1 replied stays queued for the next call.
+    # The executor stops reading at rank 0; what the others replied stays queued for the next call.
     yield _step("rank 0 raises", _raises(0), mode)
     yield from _sealed(mode, "c", "d")
     yield _step("layers", _LAYERS, mode, rank=0)
-    yield _step("layers", _LAYERS, mode, rank=1)
+    yield _step("layers", _LAYERS, mode, rank=last)
     yield from _sealed(mode, "e")
     yield _step("missing method", _MISSING, mode)
     yield from _sealed(mode, "f")
 
 
-def _multiproc_timed_out(mode: Mode) -> Iterator[Step]:
+def _multiproc_timed_out(mode: Mode, world: int) -> Iterator[Step]:
+    last = world - 1
     yield from _sealed(mode, "a")
-    late = Request("probe_sleep", (1, 2 * SHORT_TIMEOUT_S))
-    yield _step("rank 1 is late", late, mode, timeout_s=SHORT_TIMEOUT_S)
+    late = Request("probe_sleep", (last, 2 * SHORT_TIMEOUT_S))
+    yield _step(f"rank {last} is late", late, mode, timeout_s=SHORT_TIMEOUT_S)
     yield from _sealed(mode, "b", "c")
     yield _step("layers", _LAYERS, mode)
-    yield _step("identity", _IDENTITY, mode, rank=1)
+    yield _step("identity", _IDENTITY, mode, rank=last)
 
 
-def _multiproc_fp8(mode: Mode) -> Iterator[Step]:
-    yield _step("value fp8", _value("fp8"), mode, rank=1)
+def _multiproc_killed(mode: Mode, world: int) -> Iterator[Step]:
+    last = world - 1
+    yield from _sealed(mode, "a")
+    yield _step(f"rank {last} is killed", Request("probe_end", (last,)), mode)
+    yield _step("identity", _IDENTITY, mode, rank=0, timeout_s=SHORT_TIMEOUT_S)
+    yield _step("identity", _IDENTITY, mode, timeout_s=SHORT_TIMEOUT_S)
+
+
+def _multiproc_fp8(mode: Mode, world: int) -> Iterator[Step]:
+    yield _step("value fp8", _value("fp8"), mode, rank=world - 1)
     yield _step("identity", _IDENTITY, mode, rank=0)
-    yield _step("identity", _IDENTITY, mode, rank=1)
+    yield _step("identity", _IDENTITY, mode, rank=world - 1)
     yield _step("identity", _IDENTITY, mode)
 
 
-def _uni(mode: Mode) -> Iterator[Step]:
+def _uni(mode: Mode, _world: int) -> Iterator[Step]:
     yield _step("identity", _IDENTITY, mode)
     yield from _by_rank(mode, ("absent", None, 0, -1, 1), non_block=False)
     yield _step("layers", _LAYERS, mode, single_value=True)
@@ -177,14 +193,15 @@ def _uni(mode: Mode) -> Iterator[Step]:
     yield from _sealed(mode, "a")
 
 
-def _through_llm(mode: Mode) -> Iterator[Step]:
+def _through_llm(mode: Mode, world: int) -> Iterator[Step]:
+    last = world - 1
     dies = mode.transport == "client" and not mode.insecure
     yield _step("identity", _IDENTITY, mode)
     yield _step("layers", _LAYERS, mode)
     for kind in _kinds_but(_SPOILING, *_UNSERIALISABLE if dies else ()):
         yield _step(f"value {kind}", _value(kind), mode)
     yield from _sealed(mode, "a")
-    yield _step("rank 1 raises", _raises(1), mode)
+    yield _step(f"rank {last} raises", _raises(last), mode)
     yield from _sealed(mode, "b")
     yield _step("missing method", _MISSING, mode)
     yield from _sealed(mode, "c", "d")
@@ -196,7 +213,9 @@ def _through_llm(mode: Mode) -> Iterator[Step]:
 
 
 def _direct(
-    executor: Literal["mp", "uni"], steps: Callable[[Mode], Iterator[Step]], **parallel: int
+    executor: Literal["mp", "uni"],
+    steps: Callable[[Mode, int], Iterator[Step]],
+    **parallel: int,
 ) -> Case:
     return Case(Mode("direct", executor, timeout_s=TIMEOUT_S), steps, **parallel)
 
@@ -204,20 +223,27 @@ def _direct(
 def _llm(transport: Literal["in_process", "client"], *, insecure: bool = False) -> Case:
     # No timeout: an engine's client has none of its own, and most callers pass none.
     mode = Mode(transport, "mp", insecure=insecure)
-    return Case(mode, _through_llm, tensor_parallel_size=_WORLD)
+    return Case(mode, _through_llm, tensor_parallel_size=2)
 
 
 CASES: dict[str, Case] = {
-    "mp-tp2": _direct("mp", _multiproc, tensor_parallel_size=_WORLD),
-    "mp-tp2-raised": _direct("mp", _multiproc_raised, tensor_parallel_size=_WORLD),
-    "mp-tp2-timed-out": _direct("mp", _multiproc_timed_out, tensor_parallel_size=_WORLD),
-    "mp-tp2-fp8": _direct("mp", _multiproc_fp8, tensor_parallel_size=_WORLD),
+    "mp-tp2": _direct("mp", _multiproc, tensor_parallel_size=2),
+    "mp-tp2-raised": _direct("mp", _multiproc_raised, tensor_parallel_size=2),
+    "mp-tp2-timed-out": _direct("mp", _multiproc_timed_out, tensor_parallel_size=2),
+    "mp-tp2-killed": _direct("mp", _multiproc_killed, tensor_parallel_size=2),
+    "mp-tp2-fp8": _direct("mp", _multiproc_fp8, tensor_parallel_size=2),
     # Up to 0.11.0 an executor has an I/O thread pool with pipeline parallelism.
-    "mp-pp2": _direct("mp", _pipelined, pipeline_parallel_size=_WORLD),
+    "mp-pp2": _direct("mp", _pipelined, pipeline_parallel_size=2),
     "mp-tp1": _direct("mp", _multiproc_alone),
     "uni": _direct("uni", _uni),
     "llm-in-process": _llm("in_process"),
     "llm-across-processes": _llm("client"),
     "llm-across-processes-insecure": _llm("client", insecure=True),
+    "mp-tp8": _direct("mp", _multiproc, tensor_parallel_size=8),
+    "mp-tp8-raised": _direct("mp", _multiproc_raised, tensor_parallel_size=8),
+    "mp-tp8-killed": _direct("mp", _multiproc_killed, tensor_parallel_size=8),
 }
 """Every case that can be recorded, by the name of its folder."""
+
+USUAL = tuple(name for name, case in CASES.items() if case.world_size <= 2)
+"""What is recorded unless cases are named: what two cores or GPUs can hold."""

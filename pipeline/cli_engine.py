@@ -234,9 +234,10 @@ def record(
 ) -> None:
     """Record what the installed engine really replies, in every mode, for replay anywhere.
 
-    Starts real engines with two workers, makes every call, and writes down what came back,
+    Starts real engines with one and two workers, makes every call, and writes down what came back,
     untouched, stale and failed replies included. Judging is somebody else's: see the tests.
-    Finished cases are kept, so an interrupted recording continues.
+    Finished cases are kept, so an interrupted recording continues. Those of eight workers are made
+    only when asked for: --case mp-tp8, mp-tp8-raised, mp-tp8-killed.
 
     With --captures: open one capture path on a random verifier, make the calls of the suite's core
     profile, and write down what it gave. The suite judges that with --adapter replay:DIR.

@@ -369,7 +369,7 @@ def test_a_timeout_of_the_executor_is_no_hang() -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_a_plan_is_sound(name: str) -> None:
     case = CASES[name]
-    steps = list(case.steps(case.mode))
+    steps = case.plan()
     assert max(Counter(step.name for step in steps).values()) == 1
     # What never returns comes last; an executor's own timeout comes before our deadline.
     assert all(step.deadline_s > HANG_DEADLINE_S for step in steps[:-1])
@@ -385,12 +385,13 @@ def test_the_plans_cover_the_modes() -> None:
     modes = {
         (step.mode.executor, step.mode.rank, step.mode.non_block, step.mode.single_value)
         for case in CASES.values()
-        for step in case.steps(case.mode)
+        for step in case.plan()
     }
     ranks = ("absent", None, 0, 1, -1)
     assert {
         ("mp", rank, blocks, False) for rank in (*ranks, 2) for blocks in (False, True)
     } <= modes
+    assert {("mp", rank, blocks, False) for rank in (7, 8) for blocks in (False, True)} <= modes
     assert {("uni", rank, False, False) for rank in ranks} <= modes
     assert {("uni", "absent", a, b) for a in (False, True) for b in (False, True)} <= modes
 

@@ -10,11 +10,14 @@ import pytest
 
 from truetap.harness import cassette, probe_worker, scrub
 from truetap.harness.cassette import Hung, Reply
-from truetap.harness.record_cases import CASES
+from truetap.harness.record_cases import CASES, USUAL
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 ON_GPUS: dict[str, tuple[str, ...]] = {"vllm-0.26.0-h200": ("mp-tp1", "mp-tp2", "uni")}
 """What is recorded on GPUs, by folder."""
+EIGHT = ("mp-tp8", "mp-tp8-raised", "mp-tp8-killed")
+OF_EIGHT = ("0.26.0", "0.32.0")
+"""Releases that are recorded with eight ranks, on a CPU."""
 RELEASES = ("0.11.0", "0.11.1", "0.12.0", "0.16.0", "0.20.2", "0.26.0", "0.27.0", "0.32.0")
 FOLDERS = sorted(path.parent for path in (FIXTURES / "cassettes").glob("*/*/manifest.json"))
 
@@ -22,7 +25,8 @@ FOLDERS = sorted(path.parent for path in (FIXTURES / "cassettes").glob("*/*/mani
 def test_every_release_is_recorded_whole() -> None:
     """Replay tests go through what is there: what is missing has to be noticed here."""
     found = {str(path.relative_to(FIXTURES / "cassettes")) for path in FOLDERS}
-    on_cpus = {f"vllm-{release}/{case}" for release in RELEASES for case in CASES}
+    on_cpus = {f"vllm-{release}/{case}" for release in RELEASES for case in USUAL}
+    on_cpus |= {f"vllm-{release}/{case}" for release in OF_EIGHT for case in EIGHT}
     assert found == on_cpus | {f"{name}/{case}" for name in ON_GPUS for case in ON_GPUS[name]}
 
 
@@ -86,7 +90,7 @@ def test_a_recording_reads_and_gives_nothing_away(folder: Path) -> None:
     executor = {"mp": "MultiprocExecutor", "uni": "UniProcExecutor"}[case.mode.executor]
     assert read.session.engine.executor.endswith(f".{executor}")
     assert not scrub.leaks((folder / cassette.MANIFEST).read_text())
-    planned = [step.name for step in case.steps(case.mode)]
+    planned = [step.name for step in case.plan()]
     made = [one.name for one in read.calls]
     assert made == planned
     assert all(not isinstance(one.outcome, Hung) for one in read.calls[:-1])
@@ -97,16 +101,17 @@ def test_recorded_values_are_those_that_the_workers_made() -> None:
     """Between executor and workers nothing is lost: bit for bit what ``probe_worker`` makes."""
     import torch
 
+    folders = [folder for folder in FOLDERS if folder.name in ("mp-tp2", "mp-tp8")]
     checked = 0
-    for folder in FOLDERS:
-        if folder.name != "mp-tp2":
-            continue
+    for folder in folders:
         read = cassette.read(folder, with_torch=True)
         outcome = read["layers"].outcome
         assert isinstance(outcome, Reply)
+        assert len(outcome.value) == read.session.world_size
         for rank, reply in enumerate(outcome.value):
             for got, sent in zip(reply, probe_worker.layers(rank, 4, 3), strict=True):
                 assert got.dtype == sent.dtype
                 assert torch.equal(got, sent)
                 checked += 1
-    assert checked == 8 * sum(folder.name == "mp-tp2" for folder in FOLDERS) > 0
+    assert checked == 4 * sum(CASES[folder.name].world_size for folder in folders)
+    assert {folder.name for folder in folders} == {"mp-tp2", "mp-tp8"}

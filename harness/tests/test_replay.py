@@ -31,6 +31,9 @@ CLEAN = [folder for folder in FOLDERS if not folder.name.endswith("-fp8")]
 read = cache(cassette.read)
 surface = cache(facts.load)
 
+DISTURBING = {"probe_raise", "probe_no_such_method", "probe_sleep", "probe_end"}
+"""Methods after which replies may be left behind, or workers be gone."""
+
 Normaliser = Callable[..., dict[int, Any]]
 
 IN_TRANSPORT = {
@@ -161,7 +164,7 @@ def undisturbed(tape: Cassette) -> list[cassette.Call]:
     """The calls of a session that no earlier one can have left replies for."""
     clean = []
     for call in tape.calls:
-        if call.request.method in {"probe_raise", "probe_no_such_method", "probe_sleep"}:
+        if call.request.method in DISTURBING:
             break
         if "after" in call.name or call.request.args in {("fp8",), ("torch_dtype",)}:
             break
@@ -255,11 +258,13 @@ def test_no_stale_reply_passes_a_nonce(folder: Path) -> None:
                 normalise(replies, asked, surface(release), nonce=nonce)
 
 
-@pytest.mark.parametrize("case", ["mp-tp2-raised", "mp-tp2-timed-out"])
-def test_every_engine_really_gave_stale_replies(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "least"), [("mp-tp2-raised", 8), ("mp-tp2-timed-out", 8), ("mp-tp8-raised", 2)]
+)
+def test_every_engine_really_gave_stale_replies(case: str, least: int) -> None:
     """The fault is in all recorded releases; without a nonce it reads as an answer."""
     folders = [folder for folder in FOLDERS if folder.name == case]
-    assert len(folders) >= 8
+    assert len(folders) >= least
     for folder in folders:
         stale = [
             call
@@ -272,3 +277,17 @@ def test_every_engine_really_gave_stale_replies(case: str) -> None:
         assert isinstance(stale[0].outcome, cassette.Reply)
         got = normalise(stale[0].outcome.value, asked, surface(tape.session.engine.release))
         assert list(got) == asked_for(asked)
+
+
+def test_no_engine_answers_for_a_worker_that_was_killed() -> None:
+    """All give the call up in seconds, and say neither which rank is gone nor that one is."""
+    folders = [folder for folder in FOLDERS if folder.name.endswith("-killed")]
+    assert {read(folder).session.world_size for folder in folders} == {2, 8}
+    for folder in folders:
+        before, killed, *later = read(folder).calls
+        assert isinstance(before.outcome, cassette.Reply)
+        for call in (killed, *later):
+            assert isinstance(call.outcome, Raised), f"{ids(folder)}, {call.name}"
+            assert "killed" not in call.outcome.message
+            assert "rank" not in call.outcome.message
+        assert killed.seconds < 30
