@@ -415,9 +415,10 @@ def _environment(tensor_parallel_size: int, *, eager: bool, kind: Kind = "llm") 
         wanted["TORCHDYNAMO_DISABLE"] = "1"
     cores = sorted(os.sched_getaffinity(0))
     # Left to itself, vLLM keeps a core for its scheduler: half of a machine that has two.
-    few = tensor_parallel_size > 1 or len(cores) <= _FEW_CORES
-    if few and (share := len(cores) // tensor_parallel_size):
-        ranks = [cores[i * share : (i + 1) * share] for i in range(tensor_parallel_size)]
+    if tensor_parallel_size > 1 or len(cores) <= _FEW_CORES:
+        share = max(1, len(cores) // tensor_parallel_size)
+        turns = cores * tensor_parallel_size  # more ranks than cores take them in turn
+        ranks = [turns[i * share : (i + 1) * share] for i in range(tensor_parallel_size)]
         wanted["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, own)) for own in ranks)
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(added)

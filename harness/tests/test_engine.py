@@ -414,7 +414,7 @@ def test_the_environment_is_as_before_when_the_start_fails() -> None:
         (2, "0,1,2,3|8,9,10,11"),
         (3, "0,1|2,3|8,9"),
         (8, "0|1|2|3|8|9|10|11"),
-        (9, None),
+        (9, "0|1|2|3|8|9|10|11|0"),  # more ranks than cores
     ],
 )
 def test_each_rank_gets_cores_of_its_own(ranks: int, bound: str | None) -> None:
