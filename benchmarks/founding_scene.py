@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -28,9 +26,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import psutil
 from capture_tax import hardware, versions
 
-from truetap.harness import boundaries, report, verifier
+from truetap.harness import boundaries, reaper, report, verifier
 from truetap.harness.errors import CheckFailed
 from truetap.pipeline import config, run_folder
 from truetap.pipeline.run_folder import RunFolder
@@ -133,22 +132,17 @@ def steps(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def interrupted(command: Sequence[str], folder: RunFolder, after: int, log: Path) -> None:
-    """Start a training and kill all of it once it has made some steps."""
+    """Start a training and kill all of its processes once it has made some steps."""
     metrics = folder.train / "metrics.jsonl"
     with log.open("a") as file:
-        running = subprocess.Popen(
-            [sys.executable, *command],
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        running = psutil.Popen([sys.executable, *command], stdout=file, stderr=subprocess.STDOUT)
         while running.poll() is None:
             if metrics.exists() and metrics.read_bytes().count(b'"step"') > after:
-                os.killpg(running.pid, signal.SIGKILL)
-                break
+                # torchrun gives its processes sessions of their own.
+                reaper.kill([*running.children(recursive=True), running])
             time.sleep(0.05)
-        if running.wait() == 0:
-            raise CheckFailed("the training ended before it could be killed", remedy="more --steps")
+    if (folder.head / "truetap.json").exists() or not metrics.exists():
+        raise CheckFailed("the training was not killed while it ran", remedy=f"see {log}")
 
 
 def captured(given: argparse.Namespace, path: Path, folder: RunFolder) -> dict[str, Any]:

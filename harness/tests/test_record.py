@@ -7,6 +7,7 @@ one is not what is under test.
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections import Counter
 from concurrent.futures import Future
@@ -17,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from truetap.harness import cassette, record
+from truetap.harness import cassette, probe_worker, record
 from truetap.harness.cassette import Hung, Mode, Reply, Request, Tape
 from truetap.harness.cassette_tree import Raised
 from truetap.harness.errors import CouldNotRun, IntegrityError, UsageError
@@ -394,6 +395,17 @@ def test_the_plans_cover_the_modes() -> None:
     assert {("mp", rank, blocks, False) for rank in (7, 8) for blocks in (False, True)} <= modes
     assert {("uni", rank, False, False) for rank in ranks} <= modes
     assert {("uni", "absent", a, b) for a in (False, True) for b in (False, True)} <= modes
+
+
+def test_one_rank_kills_its_own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *process_and_signal: killed.append(process_and_signal))
+    worker: Any = probe_worker.ProbeWorker()
+    worker.rank = 3
+    assert worker.probe_end(7) == {"rank": 3, "killed": False}
+    assert not killed
+    worker.probe_end(3)
+    assert killed == [(os.getpid(), signal.SIGKILL)]
 
 
 def test_sessions_inherit_none_of_the_users_engine_settings(

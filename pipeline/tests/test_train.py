@@ -4,6 +4,8 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import replace
+from itertools import chain, count
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -462,6 +464,26 @@ def test_a_resumed_training_ends_as_an_uninterrupted_one(
     changed = {name for name in ours if not torch.equal(ours[name], untrained[name])}
     assert {"fc.weight", "norm.weight"} <= changed
     assert not changed & {"lm_head.weight", "d2t", "t2d"}
+
+
+def test_the_rate_leaves_out_the_first_step_which_compiles(
+    begin: Callable[..., RunFolder],
+    tiny_verifier: Path,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It takes 100 seconds here, all others one; then a rate is that of the steps after it."""
+    clock = chain([0.0, 100.0, 100.0], count(101.0))
+    monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    folder = begin("run")
+    config = config_of(folder.root, tiny_verifier)
+    train.train(config, folder, spec_of(tiny_verifier), console)
+    rows = run_folder.read_lines(folder.train / "metrics.jsonl")
+    first, *later = [row["tokens_per_s"] for row in rows if row["kind"] == "step"]
+    steps = batches.schedule(config, random_samples()[:6])
+    tokens = [sum(len(random_samples()[i].token_ids) - 1 for i in s.samples) for s in steps]
+    assert first == round(tokens[0] / 100, 1)
+    assert later == [round(sum(tokens[1:n]) / (n - 1), 1) for n in range(2, len(tokens) + 1)]
 
 
 @pytest.mark.gpu
