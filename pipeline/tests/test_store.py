@@ -243,6 +243,12 @@ def test_each_conversation_gets_its_own_rows_in_the_order_asked(store: Store) ->
         assert torch.equal(sample.states, states_of(asked))
 
 
+def test_every_shard_that_is_verified_is_told(store: Store) -> None:
+    told: list[int] = []
+    store.samples(["a"], verified=lambda: told.append(1))
+    assert len(told) == len(store.entries()) == 3
+
+
 def test_missing_conversations_are_counted_and_the_first_is_named(store: Store) -> None:
     said = "2 of 4 conversations have no captures in .*, the first of them 'z'"
     with pytest.raises(IntegrityError, match=said) as caught:

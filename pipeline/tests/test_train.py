@@ -568,6 +568,11 @@ def with_zeros(states: torch.Tensor) -> None:
     states[3] = 0
 
 
+def with_zeros_of_both_signs(states: torch.Tensor) -> None:
+    states[3] = 0
+    states[3, 1, 2:] = -0.0
+
+
 def with_a_repeated_row(states: torch.Tensor) -> None:
     states[6] = states[5]
 
@@ -576,6 +581,7 @@ WRONG_STATES: list[tuple[Callable[[Any], None], str]] = [
     (with_nan, "1 of 8 rows are not finite, the first is 4"),
     (with_infinity, "2 of 8 rows are not finite, the first is 4"),
     (with_zeros, "row 3 is all zero"),
+    (with_zeros_of_both_signs, "row 3 is all zero"),
     (with_a_repeated_row, "row 6 repeats the one before, of another token"),
 ]
 
