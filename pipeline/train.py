@@ -189,12 +189,14 @@ def _loop(
     ranks.require_same(prepared.parameters())
     started, tokens = time.monotonic(), 0
     on_gpu = accelerator.device.type == "cuda"
-    length = 0
-    if on_gpu:  # one for training and validation: each further one is compiled for
-        length = max(
-            common_length((p for s in steps for p in s.packs), training),
-            common_length(groups, data.validation),
-        )
+    # One length for training and validation: each further one is compiled for.
+    lengths = (
+        common_length((p for s in steps for p in s.packs), training),
+        common_length(groups, data.validation),
+    )
+    length = max(lengths) if on_gpu else 0
+    if on_gpu and done < len(steps):
+        console.print("the first step compiles the model: a minute or two", highlight=False)
     packs = ahead(steps[done:], training, ranks.rank, length=length, pinned=on_gpu)
     with bar(console, "training steps", len(steps), done=done) as progress:
         for step, packed in packs:
