@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -125,24 +126,33 @@ def training(given: argparse.Namespace, path: Path) -> tuple[str, ...]:
     return (*launcher, *alone) if given.ranks > 1 else alone
 
 
-def steps(folder: RunFolder) -> list[dict[str, Any]]:
-    """Return what each step of a training measured."""
+def measured(folder: RunFolder) -> list[dict[str, Any]]:
+    """Return what is on record of each step of a training, how fast it was included."""
     rows = run_folder.read_lines(folder.train / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if k != "tokens_per_s"} for row in rows]
+    return [row for row in rows if row["kind"] == "step"]
 
 
-def interrupted(command: Sequence[str], folder: RunFolder, after: int, log: Path) -> None:
-    """Start a training and kill all of its processes once it has made some steps."""
-    metrics = folder.train / "metrics.jsonl"
+def alike(row: dict[str, Any]) -> dict[str, Any]:
+    """Return what has to be the same if a step is made again."""
+    return {name: value for name, value in row.items() if name != "tokens_per_s"}
+
+
+def interrupted(command: Sequence[str], folder: RunFolder, log: Path) -> list[dict[str, Any]]:
+    """Start a training, kill all of it some steps after a checkpoint; return those up to it."""
+    kept: list[dict[str, Any]] = []
     with log.open("a") as file:
         running = psutil.Popen([sys.executable, *command], stdout=file, stderr=subprocess.STDOUT)
         while running.poll() is None:
-            if metrics.exists() and metrics.read_bytes().count(b'"step"') > after:
+            checkpoints = sorted(folder.train.glob("checkpoint-*[0-9]"))
+            rows = measured(folder)
+            if checkpoints and len(rows) > int(checkpoints[0].name[-6:]):
                 # torchrun gives its processes sessions of their own.
                 reaper.kill([*running.children(recursive=True), running])
+                kept = rows[: int(checkpoints[0].name[-6:])]
             time.sleep(0.05)
-    if (folder.head / "truetap.json").exists() or not metrics.exists():
+    if not kept or (folder.head / "truetap.json").exists():
         raise CheckFailed("the training was not killed while it ran", remedy=f"see {log}")
+    return kept
 
 
 def captured(given: argparse.Namespace, path: Path, folder: RunFolder) -> dict[str, Any]:
@@ -163,24 +173,25 @@ def captured(given: argparse.Namespace, path: Path, folder: RunFolder) -> dict[s
 
 def taught(given: argparse.Namespace, path: Path, folder: RunFolder) -> dict[str, Any]:
     """Train once through and once killed and continued; return how the two compare."""
-    log, again = given.into / "log", begin(given, "resumed")
-    other = RunFolder(given.into / "resumed")
-    for name in ("shards", "certificate.json", "made-from.json", "conform"):
-        if not (other.root / name).exists():
-            subprocess.run(
-                ["cp", "-r", str(folder.root / name), str(other.root / name)], check=True
-            )
+    log, other = given.into / "log", RunFolder(given.into / "resumed")
+    shutil.rmtree(other.root, ignore_errors=True)
+    again = begin(given, "resumed")
+    shutil.copytree(folder.shards, other.shards)
+    for name in ("certificate.json", "made-from.json"):
+        shutil.copy(folder.root / name, other.root / name)
     told: dict[str, Any] = {"train_s": done(*training(given, path), log=log)}
-    command = training(given, again)
-    if not (other.head / "truetap.json").exists():
-        interrupted(command, other, given.steps // 2, log)
-        done(*command, log=log)
-    through, resumed = steps(folder), steps(other)
-    if [row["step"] for row in through] != [row["step"] for row in resumed]:
-        raise CheckFailed(f"{len(through)} steps at once, {len(resumed)} continued")
-    pairs = zip(through, resumed, strict=True)
-    worst = max(abs(one["loss"] - other["loss"]) for one, other in pairs)
-    return told | {"steps": len(through), "losses_apart": worst, "exact": through == resumed}
+    kept = interrupted(training(given, again), other, log)
+    done(*training(given, again), log=log)
+    through, resumed = measured(folder), measured(other)
+    if resumed[: len(kept)] != kept:  # made again they would not have been equally fast
+        raise CheckFailed(f"the {len(kept)} steps before the checkpoint were made again")
+    heads = [run.head / "model.safetensors" for run in (folder, other)]
+    return told | {
+        "steps": len(through),
+        "continued_after": len(kept),
+        "same_steps": [alike(row) for row in through] == [alike(row) for row in resumed],
+        "same_head": heads[0].read_bytes() == heads[1].read_bytes(),
+    }
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from truetap.harness.errors import CheckFailed
 from truetap.harness.random_verifier import tiny_llama
 from truetap.pipeline import config
+from truetap.pipeline.run_folder import RunFolder
 
 pytestmark = pytest.mark.torch
 
@@ -66,3 +68,50 @@ def test_as_many_rows_as_tokens_in_four_states(scene: Any) -> None:
         scene.rows_of(store([5, 7], states=1), [5, 7], 8, 4)
     with pytest.raises(CheckFailed, match=r"states are \[12, 4, 9\]"):
         scene.rows_of(store([5, 7], width=9), [5, 7], 8, 4)
+
+
+TRAINING = """
+import json, subprocess, sys, time
+from pathlib import Path
+
+train, head, quick = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3] == "quick"
+if len(sys.argv) == 4:  # as torchrun does: the work is done by a process in a session of its own
+    sys.exit(subprocess.run([sys.executable, *sys.argv, "work"], start_new_session=True).returncode)
+train.mkdir(parents=True)
+for step in range(1, 9):
+    with (train / "metrics.jsonl").open("a") as file:
+        print(json.dumps({"kind": "step", "step": step, "tokens_per_s": time.time()}), file=file)
+    if step == 3:
+        (train / "checkpoint-000003").mkdir()
+    time.sleep(0 if quick else 0.3)
+head.mkdir()
+(head / "truetap.json").touch()
+"""
+
+
+def test_a_training_is_killed_with_all_its_processes_after_a_checkpoint(
+    scene: Any, tmp_path: Path
+) -> None:
+    script = tmp_path / "training.py"
+    script.write_text(TRAINING)
+    folder = RunFolder(tmp_path / "slow")
+    command = [str(script), str(folder.train), str(folder.head)]
+    kept = scene.interrupted([*command, "slow"], folder, tmp_path / "log")
+    assert [row["step"] for row in kept] == [1, 2, 3]
+    there = len(scene.measured(folder))
+    assert there > 3
+    time.sleep(1)
+    assert len(scene.measured(folder)) == there
+    assert not folder.head.exists()
+
+
+def test_a_training_that_was_not_killed_is_no_interruption(
+    scene: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "training.py"
+    script.write_text(TRAINING)
+    folder = RunFolder(tmp_path / "quick")
+    command = [str(script), str(folder.train), str(folder.head), "quick", "work"]
+    monkeypatch.setattr(scene, "measured", lambda _: [])  # over before anybody looked
+    with pytest.raises(CheckFailed, match="was not killed while it ran"):
+        scene.interrupted(command, folder, tmp_path / "log")
