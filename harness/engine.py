@@ -397,6 +397,18 @@ _FEW_CORES = 4
 """A machine of no more gives all of them to the model."""
 
 
+def cores_of(ranks: int) -> str:
+    """Return the cores of each rank, as vLLM's CPU build is told: equal shares of those we have.
+
+    More ranks than cores take the cores in turn, which vLLM by itself refuses.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // ranks)
+    turns = cores * ranks
+    shares = [turns[i * share : (i + 1) * share] for i in range(ranks)]
+    return "|".join(",".join(map(str, own)) for own in shares)
+
+
 @contextmanager
 def _environment(tensor_parallel_size: int, *, eager: bool, kind: Kind = "llm") -> Iterator[None]:
     """Set vLLM's environment, where the user has not, while its processes start and inherit it."""
@@ -413,13 +425,9 @@ def _environment(tensor_parallel_size: int, *, eager: bool, kind: Kind = "llm") 
         # Eager engines still compile a few kernels at first use: many seconds, and a C++ compiler
         # that a bare machine need not have.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
-    cores = sorted(os.sched_getaffinity(0))
     # Left to itself, vLLM keeps a core for its scheduler: half of a machine that has two.
-    if tensor_parallel_size > 1 or len(cores) <= _FEW_CORES:
-        share = max(1, len(cores) // tensor_parallel_size)
-        turns = cores * tensor_parallel_size  # more ranks than cores take them in turn
-        ranks = [turns[i * share : (i + 1) * share] for i in range(tensor_parallel_size)]
-        wanted["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, own)) for own in ranks)
+    if tensor_parallel_size > 1 or len(os.sched_getaffinity(0)) <= _FEW_CORES:
+        wanted["VLLM_CPU_OMP_THREADS_BIND"] = cores_of(tensor_parallel_size)
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(added)
     try:

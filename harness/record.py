@@ -31,7 +31,7 @@ from truetap.harness import cassette, probe_worker, reaper
 from truetap.harness.cassette import Call, Hung, Reply, Session, Tape
 from truetap.harness.cassette_tree import Raised
 from truetap.harness.deadline import bounded
-from truetap.harness.engine import root_cause
+from truetap.harness.engine import cores_of, root_cause
 from truetap.harness.errors import CouldNotRun, TruetapError, UsageError
 from truetap.harness.random_verifier import tiny_llama
 from truetap.harness.record_cases import CASES, USUAL, Case, Step
@@ -177,10 +177,8 @@ def _inherited(case: Case) -> dict[str, str]:
     }
     if case.mode.insecure:
         kept["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    cores = sorted(os.sched_getaffinity(0))
-    if case.world_size > 1:  # one core each, as far as there are enough
-        bound = [cores[rank % len(cores)] for rank in range(case.world_size)]
-        kept["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, bound))
+    if case.world_size > 1:
+        kept["VLLM_CPU_OMP_THREADS_BIND"] = cores_of(case.world_size)
     return kept
 
 
