@@ -30,6 +30,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import ending
 import speculators_route as rival
 from audit_overhead import copy_of, hardware
 from equal_work import counted, engine_settings, require_all, require_equal
@@ -389,4 +390,4 @@ def prepare_environment(task: Task) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

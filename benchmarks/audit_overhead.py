@@ -25,6 +25,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import ending
+
 from truetap.harness.errors import TruetapError
 
 VARIANTS = ("off", "process", "inline")
@@ -209,4 +211,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

@@ -16,6 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import ending
 import numpy as np
 
 TOKENS, WIDTH, BLOCKS = 12, 32, 12
@@ -89,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

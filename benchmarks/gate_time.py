@@ -15,6 +15,8 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
+import ending
+
 from truetap.harness import certificate, digest_cache, report, signing, verifier
 from truetap.harness.suite_options import suite_digest
 from truetap.pipeline import gate, policy
@@ -102,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

@@ -16,6 +16,7 @@ import threading
 import time
 from pathlib import Path
 
+import ending
 import torch
 from capture_tax import hardware, versions
 
@@ -81,4 +82,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

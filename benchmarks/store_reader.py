@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ending
+
 from truetap.harness import shard
 from truetap.pipeline.store import Store, sealed
 from truetap.pipeline.store_reader import StoreReader
@@ -153,4 +155,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

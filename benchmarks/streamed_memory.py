@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
+import ending
+
 BLOCKS = 12
 VOCABULARY = 16384
 TOKENS = 128
@@ -131,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

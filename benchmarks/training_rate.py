@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import ending
 from capture_tax import hardware, versions
 
 from truetap.harness.errors import CheckFailed, UsageError
@@ -108,14 +109,13 @@ def ours(text: str, folder: RunFolder, scratch: Path, reason: str) -> Seen:
     return watched([*command, *allowed], scratch / "ours.log", look)
 
 
-def theirs(config: RunConfig, folder: RunFolder, scratch: Path, reason: str) -> Seen:
-    """Train with speculators' trainer, through truetap's backend."""
+def their_command(config: RunConfig, folder: RunFolder, epochs: int, into: Path) -> list[str]:
+    """Return what trains a run with speculators' trainer, through truetap's backend."""
     model = verifiers.directory_of(config, print)
     spec = verifiers.spec_of(config, model)
     conversations = prepare.load(folder)
     training = sum(c.split == "train" for c in conversations)
-    log = scratch / "theirs.log"
-    command = [
+    return [
         *(sys.executable, "-m", "truetap.pipeline.speculators_train"),
         *("--hidden-states-backend", "truetap", "--data-path", str(folder.dataset)),
         *("--train-data-ratio", f"{arrow_dataset.share(training, len(conversations)):.9f}"),
@@ -125,8 +125,14 @@ def theirs(config: RunConfig, folder: RunFolder, scratch: Path, reason: str) -> 
         *("--total-seq-len", str(config.train.tokens_per_step)),
         *("--ttt-steps", str(config.train.test_time_steps)),
         *("--loss-implementation", "eager"),  # as ours; see draft_head.loss
-        *("--epochs", "1", "--log-freq", str(LOG_EVERY), "--save-path", str(scratch / "theirs")),
+        *("--epochs", str(epochs), "--log-freq", str(LOG_EVERY), "--save-path", str(into)),
     ]
+
+
+def theirs(config: RunConfig, folder: RunFolder, scratch: Path, reason: str) -> Seen:
+    """Train with speculators' trainer."""
+    log = scratch / "theirs.log"
+    command = their_command(config, folder, 1, scratch / "theirs")
     allowed = ["--truetap-allow-uncertified", reason] if reason else []
 
     def look() -> int | None:
@@ -191,4 +197,4 @@ def summary(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    ending.run(main)

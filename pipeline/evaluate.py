@@ -50,6 +50,11 @@ ENOUGH_PROMPTS = 100
 COUNTS_SINCE = Version("0.29.0")
 """First vLLM that says of each request how many draft tokens its steps accepted."""
 
+REQUESTS_AT_A_TIME = 64
+"""How many questions the engine is given at a time; speeds depend on it."""
+_BY_PROMPT = ("outputs", "logprobs", "histograms")
+"""What the file of one head at one temperature has of each prompt, and the results leave out."""
+
 
 def evaluate(
     config: RunConfig,
@@ -82,12 +87,11 @@ def evaluate(
         "num_speculative_tokens": config.evaluate.num_speculative_tokens,
         "heldout_prompts": len(questions),
         "max_tokens": config.evaluate.max_tokens,
+        "requests_at_a_time": min(REQUESTS_AT_A_TIME, config.capture.max_num_seqs),
         "greedy_identical": identical,
         "greedy_parted": {head: where.as_dict() for head, where in parted.items()},
         **{name: card[name] for name in ("uncertified",) if name in card},
-        "runs": [
-            {k: v for k, v in run.items() if k not in ("outputs", "logprobs")} for run in runs
-        ],
+        "runs": [{k: v for k, v in run.items() if k not in _BY_PROMPT} for run in runs],
     }
     run_folder.write_json(folder.evaluate / "results.json", results)
     for run in runs:
@@ -187,7 +191,7 @@ def _measure(
     started = time.monotonic()
     title = f"{head} head at temperature {temperature:g}"
     with bar(console, title, len(prompts)) as progress:
-        for one in engine.generate(prompts):
+        for one in engine.generate(prompts, in_flight=REQUESTS_AT_A_TIME):
             finished[one.key] = one
             progress.advance()
     seconds = time.monotonic() - started
@@ -202,6 +206,7 @@ def _measure(
         "tokens_per_s": round(tokens / seconds, 1),
         "outputs": {q["id"]: finished[q["id"]].token_ids for q in questions},
         "logprobs": {q["id"]: finished[q["id"]].logprobs for q in questions},
+        "histograms": histograms(outputs, head, config.evaluate.num_speculative_tokens),
     }
 
 
@@ -297,6 +302,16 @@ def acceptance(
         "accepted": int(accepted.sum()),
         "engine_steps_per_100_tokens": round(100 / float(length), 1),
     }
+
+
+def histograms(outputs: Sequence[Finished], head: str, draft_tokens: int) -> dict[str, list[int]]:
+    """Return by prompt how many verifier steps accepted 0, 1, ... draft tokens.
+
+    Acceptance of any part of the questions, a task for instance, follows from it.
+    """
+    if head == "none":
+        return {}
+    return {one.key: list(_accepted(one, draft_tokens)) for one in outputs}
 
 
 def _accepted(one: Finished, draft_tokens: int) -> Sequence[int]:

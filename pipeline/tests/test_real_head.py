@@ -1,0 +1,124 @@
+"""The measurement of a head: what is held out, what is done once, and which numbers are told."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from truetap.harness.errors import CheckFailed
+from truetap.pipeline import config, run_folder
+
+pytestmark = pytest.mark.torch
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def real_head(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("real_head")
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> argparse.Namespace:
+    questions, heldout = tmp_path / "questions.jsonl", tmp_path / "heldout.jsonl"
+    questions.write_text(json.dumps({"id": "q", "turns": ["What is a list?"]}) + "\n")
+    rows: list[dict[str, Any]] = [
+        {"id": "short", "task": "qa", "turns": ["Why?", "And then?"]},
+        {"id": "again", "task": "qa", "turns": ["Why?"]},
+        {"id": "long", "task": "rag", "turns": ["x" * 2000]},
+        {"id": "other", "task": "rag", "turns": ["How?"]},
+        {"id": "too-many", "task": "rag", "turns": ["Who?"]},
+    ]
+    heldout.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return argparse.Namespace(
+        verifier=tmp_path,
+        questions=questions,
+        heldout=heldout,
+        into=tmp_path / "work",
+        boundaries=[2, 15, 27, 30],
+        train=1,
+        validation=1,
+        most_heldout=2,
+        answer_tokens=256,
+        seqs=8,
+        epochs=3,
+        tokens_per_step=512,
+        draft_vocabulary=4096,
+        eager=True,
+    )
+
+
+def test_held_out_are_questions_that_fit_once_each(
+    real_head: Any, given: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(real_head.chat, "load_tokenizer", lambda _: None)
+    monkeypatch.setattr(real_head.chat, "prompt_ids", lambda _, said: tuple(said[0].content))
+    work = real_head.Work(given)
+    real_head.begin(work)
+    assert work.result["tasks"] == {"short": "qa", "other": "rag"}
+    lines = run_folder.read_lines(given.into / "questions.jsonl")
+    assert [row["id"] for row in lines] == ["short", "other", "q"]
+    assert lines[0]["turns"] == ["Why?"]
+    run, early = (config.load(work.config(name)) for name in ("run", "early"))
+    assert run.data.heldout == 2
+    assert run.capture.boundaries == (2, 15, 27, 30)
+    # Each boundary one early, and the last one, without which no run captures.
+    assert early.capture.boundaries == (1, 14, 26, 29, 30)
+    assert str(given.verifier) not in json.dumps(work.result["settings"])
+
+
+def test_a_stage_is_done_once_and_a_failure_is_none(
+    real_head: Any, given: argparse.Namespace
+) -> None:
+    work = real_head.Work(given)
+    count = [sys.executable, "-c", f"print('x', file=open({str(given.into / 'n')!r}, 'a'))"]
+    with pytest.raises(CheckFailed, match="one ended with 1"):
+        work.once("one", sys.executable, "-c", "raise SystemExit('no room')")
+    assert "no room" in (given.into / "logs" / "one.log").read_text()
+    work.once("one", *count)
+    real_head.Work(given).once("one", *count)  # another process, after an interruption
+    assert (given.into / "n").read_text() == "x\n"
+
+
+def test_acceptance_of_each_task(real_head: Any, given: argparse.Namespace) -> None:
+    """Three steps with one token accepted of two, then one step with two of two: 2 and 3."""
+    work = real_head.Work(given)
+    work.result["tasks"] = {"a": "qa", "b": "qa", "c": "rag"}
+    made = {"a": [1, 1, 1], "b": [0, 0, 0], "c": [0, 0, 1]}
+    for head, histograms in (("none", {}), ("trained", made)):
+        row = {"head": head, "temperature": 1.0, "histograms": histograms}
+        path = work.folder("run").evaluate / f"{head}-1.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        run_folder.write_json(path, row)
+    told = {"head": "trained", "temperature": 1.0, "qa": 2.0, "rag": 3.0}
+    assert real_head.by_task(work) == [told]
+
+
+def test_the_last_epochs_head(real_head: Any, tmp_path: Path) -> None:
+    for name in ("2", "10", "checkpoint_best", "9"):
+        (tmp_path / name).mkdir()
+    assert real_head.newest(tmp_path).name == "10"
+
+
+def test_bad_input_ends_in_one_sentence(given: argparse.Namespace, tmp_path: Path) -> None:
+    """As from truetap's own command, and as from every script here."""
+    script = ROOT / "benchmarks" / "real_head.py"
+    nowhere = tmp_path / "nowhere.jsonl"
+    command = [sys.executable, script, tmp_path, "--questions", given.questions]
+    ended = subprocess.run(
+        [*map(str, command), "--heldout", str(nowhere), "--into", str(tmp_path / "made")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 2
+    said = f"real_head.py: there are no questions at {nowhere}\nremedy: name JSON lines\n"
+    assert ended.stderr == said
