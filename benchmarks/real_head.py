@@ -268,8 +268,8 @@ def newest(folder: Path) -> Path:
 
 def evaluated(work: Work) -> None:
     """Serve all heads on the held-out questions."""
-    heads = {"speculators": newest(work.into / "speculators")}
-    heads |= {fault: work.folder(fault).head for fault in FAULTS}
+    heads = {fault: work.folder(fault).head for fault in FAULTS}
+    heads["speculators"] = newest(work.into / "speculators")
     named = [word for name, path in heads.items() for word in ("--head", f"{name}={path}")]
     folder = work.folder("run")
     asked = {row["id"] for row in run_folder.read_lines(folder.heldout)}
