@@ -252,6 +252,9 @@ def trained(work: Work) -> None:
             end.result()
     runs = ("run", *FAULTS)
     work.result["trained"] = {name: last_validation(work.folder(name)) for name in runs}
+    theirs_at_end = newest(work.into / "speculators") / "val_metrics.json"
+    if theirs_at_end.exists():
+        work.result["trained"]["speculators"] = run_folder.read_json(theirs_at_end)
     work.write()
 
 
