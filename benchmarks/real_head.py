@@ -12,7 +12,7 @@ capture would have cost.
 TRAIN and SPEC_BENCH are JSON lines with "id" and "turns". A row that is held out may have a "task":
 acceptance is told for each. Everything is done by truetap's own commands. Trainings run beside each
 other, so what they take is no measure of speed; training_rate.py measures that. Finished stages are
-not done again. Writes DIR/result.json and DIR/acceptance.svg. 18,000 conversations of SmolLM2 take
+not done again. Writes DIR/result.json and DIR/figure.svg. 18,000 conversations of SmolLM2 take
 110 GB; DIR/early and DIR/off-by-one, half of them, may be links to another disk.
 """
 
@@ -250,18 +250,24 @@ def trained(work: Work) -> None:
     with ThreadPoolExecutor() as pool:
         for end in [pool.submit(one) for one in together]:
             end.result()
-    runs = ("run", *FAULTS)
-    work.result["trained"] = {name: last_validation(work.folder(name)) for name in runs}
+    work.result["trained"] = {
+        ("trained" if name == "run" else name): validations(work.folder(name))
+        for name in ("run", *FAULTS)
+    }
     theirs_at_end = newest(work.into / "speculators") / "val_metrics.json"
     if theirs_at_end.exists():
-        work.result["trained"]["speculators"] = run_folder.read_json(theirs_at_end)
+        measured = run_folder.read_json(theirs_at_end)
+        accuracy = [measured[f"full_acc_{k}_epoch"] for k in range(run.train.test_time_steps)]
+        last = {"loss": measured["loss_epoch"], "accuracy": accuracy}
+        work.result["trained"]["speculators"] = [last]
     work.write()
 
 
-def last_validation(folder: RunFolder) -> dict[str, Any]:
-    """Return what a training measured at its end."""
+def validations(folder: RunFolder) -> list[dict[str, Any]]:
+    """Return what a training measured on the conversations that it does not learn from."""
     rows = run_folder.read_lines(folder.train / "metrics.jsonl")
-    return [row for row in rows if row["kind"] == "validation"][-1]
+    kept = ("step", "loss", "accuracy")
+    return [{k: row[k] for k in kept} for row in rows if row["kind"] == "validation"]
 
 
 def newest(folder: Path) -> Path:
@@ -306,26 +312,35 @@ def by_task(work: Work) -> list[dict[str, Any]]:
 
 
 def drawn(work: Work) -> None:
-    """Draw acceptance lengths with their intervals."""
+    """Draw what training said of each head, and what serving does."""
     from matplotlib.figure import Figure
 
     runs = [run for run in work.result["evaluation"]["runs"] if run["head"] != "none"]
     heads = list(dict.fromkeys(run["head"] for run in runs))
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
-    axes = figure.subplots()
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    training, serving = figure.subplots(1, 2)
+    for name, rows in work.result["trained"].items():
+        steps = [row["step"] for row in rows if "step" in row]
+        if steps:
+            training.plot(steps, [row["accuracy"][0] for row in rows], marker="o", label=name)
+    training.set_title("Training: share of next tokens right, validation", fontsize=9)
+    training.set_xlabel("step")
+    training.set_ylim(0, 1)
+    training.legend(frameon=False, fontsize=8)
     for offset, temperature in ((0.17, 0.0), (-0.17, 1.0)):
         of = [run for run in runs if run["temperature"] == temperature]
         lengths = np.array([run["acceptance_length"] for run in of])
         ends = np.array([run["acceptance_length_interval"] for run in of]).T
         places = [len(heads) - 1 - heads.index(run["head"]) + offset for run in of]
-        axes.barh(places, lengths - 1, 0.3, left=1, label=f"temperature {temperature:g}",
-                  xerr=abs(ends - lengths), error_kw={"elinewidth": 1})  # fmt: skip
-    axes.set_yticks(range(len(heads)), reversed(heads))
-    axes.set_xlabel("acceptance length: tokens a verifier step yields (95 % interval)")
-    axes.set_xlim(left=1)
-    axes.legend(frameon=False, loc="lower right")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(work.into / "acceptance.svg")
+        label = f"temperature {temperature:g}"
+        serving.barh(places, lengths - 1, 0.3, left=1, xerr=abs(ends - lengths), label=label)
+    serving.set_yticks(range(len(heads)), reversed(heads))
+    serving.set_title("Serving: tokens a verifier step yields, 95 % interval", fontsize=9)
+    serving.set_xlim(left=1)
+    serving.legend(frameon=False, fontsize=8, loc="lower right")
+    for axes in (training, serving):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(work.into / "figure.svg", metadata={"Date": None})
 
 
 STAGES: tuple[Callable[[Work], None], ...] = (

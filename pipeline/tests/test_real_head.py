@@ -102,6 +102,35 @@ def test_acceptance_of_each_task(real_head: Any, given: argparse.Namespace) -> N
     assert real_head.by_task(work) == [told]
 
 
+def test_what_training_said_and_what_serving_does(
+    real_head: Any, given: argparse.Namespace
+) -> None:
+    """The figure holds both, for a training that tells steps and for one that does not."""
+    work = real_head.Work(given)
+    metrics = work.folder("run").train / "metrics.jsonl"
+    metrics.parent.mkdir(parents=True)
+    for kind, step in (("step", 1), ("step", 2), ("validation", 2)):
+        row = {"kind": kind, "step": step, "epoch": 0, "loss": 2.0, "accuracy": [0.7, 0.5]}
+        run_folder.append_line(metrics, row)
+    validation = real_head.validations(work.folder("run"))
+    assert validation == [{"step": 2, "loss": 2.0, "accuracy": [0.7, 0.5]}]
+    theirs = [{"loss": 2.1, "accuracy": [0.6, 0.5]}]
+    work.result["trained"] = {"trained": validation, "speculators": theirs}
+    work.result["evaluation"] = {
+        "runs": [
+            {"head": head, "temperature": t, "acceptance_length": 2.0}
+            | ({"acceptance_length_interval": [1.9, 2.1]} if head != "none" else {})
+            for head in ("none", "trained", "speculators")
+            for t in (0.0, 1.0)
+        ]
+    }
+    real_head.drawn(work)
+    drawn = (given.into / "figure.svg").read_text()
+    for said in ("trained", "speculators", "temperature 1"):
+        assert f"<!-- {said} -->" in drawn
+    assert "<!-- none -->" not in drawn
+
+
 def test_the_last_epochs_head(real_head: Any, tmp_path: Path) -> None:
     for name in ("2", "10", "checkpoint_best", "9"):
         (tmp_path / name).mkdir()
