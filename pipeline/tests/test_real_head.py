@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import hashlib
 import importlib
 import json
 import subprocess
@@ -12,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from truetap.harness import report
 from truetap.harness.errors import CheckFailed
 from truetap.pipeline import config, run_folder
 
 pytestmark = pytest.mark.torch
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 @pytest.fixture
@@ -151,3 +155,21 @@ def test_bad_input_ends_in_one_sentence(given: argparse.Namespace, tmp_path: Pat
     assert ended.returncode == 2
     said = f"real_head.py: there are no questions at {nowhere}\nremedy: name JSON lines\n"
     assert ended.stderr == said
+
+
+def test_the_committed_head_stands_on_the_committed_certificate() -> None:
+    """What the results say of a head on an H200 can be followed to the suite's report."""
+    name = "vllm_native-vllm-0.26.0-h200-smollm2-compiled.json"
+    certificate = ROOT / "fixtures" / "certificates" / name
+    card = (RESULTS / "real-head-h200-card.md").read_text()
+    assert hashlib.sha256(certificate.read_bytes()).hexdigest() in card
+    envelope = json.loads(certificate.read_text())
+    predicate = json.loads(base64.b64decode(envelope["payload"]))["predicate"]
+    seen = report.load(ROOT / "fixtures/reports/h200" / name.replace("-h200", ""))
+    assert (predicate["result"], seen.verdict) == ("pass", "conformant")
+    assert predicate["suite"]["sha256"] == seen.suite_digest
+    binding = json.loads(json.dumps(seen.environment.binding))
+    assert predicate["environment"]["binding"] == binding
+    result = json.loads((RESULTS / "real-head-h200.json").read_text())
+    assert result["settings"]["boundaries"] == binding["boundaries"]
+    assert result["captured"]["audited"] == result["captured"]["shards"]
