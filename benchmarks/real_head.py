@@ -23,6 +23,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,13 +44,15 @@ from truetap.pipeline.store import Store
 
 FAULTS = ("first-boundary-only", "off-by-one")
 REASON = "a fault made on purpose, to measure what it costs a head"
+LENGTH = 2048
+"""Of a conversation at most, in tokens."""
 RUN = """\
 output = "{output}"
 [verifier]
 directory = "{model}"
 [capture]
 boundaries = {boundaries}
-max_model_len = 2048
+max_model_len = {length}
 max_num_batched_tokens = 8192
 max_num_seqs = {seqs}
 enforce_eager = {eager}
@@ -90,6 +93,7 @@ class Work:
             **{k: v for k, v in known.items() if k not in ("hardware", "versions")},
         }
         self.seconds: dict[str, float] = self.result.setdefault("seconds", {})
+        self._writing = threading.Lock()
 
     def config(self, name: str) -> Path:
         """Return the path of a run's configuration."""
@@ -101,7 +105,8 @@ class Work:
 
     def write(self) -> None:
         """Write what is known: a machine may be taken away before the end."""
-        self.result_path.write_text(json.dumps(self.result, indent=1) + "\n")
+        with self._writing:  # stages that run beside each other end when they like
+            run_folder.write_json(self.result_path, self.result)
 
     def once(self, stage: str, *command: object) -> None:
         """Run a command unless it was run; ``CheckFailed`` if it fails."""
@@ -134,9 +139,8 @@ def begin(work: Work) -> None:
             raise UsageError(f"there are no questions at {path}", remedy="name JSON lines")
     held, tasks = fitting(given, run_folder.read_lines(given.heldout))
     if not questions.exists():
-        questions.write_text(
-            "".join(json.dumps(row) + "\n" for row in held) + given.questions.read_text()
-        )
+        first = "".join(json.dumps(row) + "\n" for row in held)
+        run_folder.write_bytes(questions, first.encode() + given.questions.read_bytes())
     early = sorted({*(k - 1 for k in given.boundaries), given.boundaries[-1]})
     for name, boundaries in (("run", given.boundaries), ("early", early)):
         work.config(name).write_text(
@@ -144,6 +148,7 @@ def begin(work: Work) -> None:
                 output=(work.into / name).resolve(),
                 model=given.verifier.resolve(),
                 boundaries=list(boundaries),
+                length=LENGTH,
                 seqs=given.seqs,
                 eager=str(given.eager).lower(),
                 questions=questions.resolve(),
@@ -164,7 +169,7 @@ def fitting(
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return the first questions that leave room for an answer, and the task of each."""
     tokenizer = chat.load_tokenizer(given.verifier)
-    limit = 2048 - given.answer_tokens - 2
+    limit = LENGTH - given.answer_tokens - 2
     kept, tasks, texts = [], {}, set()
     for row in rows:
         asked = row["turns"][0]
@@ -284,13 +289,16 @@ def evaluated(work: Work) -> None:
     asked = {row["id"] for row in run_folder.read_lines(folder.heldout)}
     if asked != set(work.result["tasks"]):
         raise CheckFailed("other questions are held out than those that were to be")
+    told, failed = folder.evaluate / "results.json", ""
     try:
         work.verb("evaluate", "run", *named)
-    finally:  # it fails if greedy answers part by more than rounding; that is a result, too
-        told = folder.evaluate / "results.json"
-        if told.exists():
-            work.result["evaluation"] = run_folder.read_json(told) | {"by_task": by_task(work)}
-            work.write()
+    except CheckFailed as why:  # greedy answers that part by more than rounding are a result, too
+        if not told.exists():
+            raise
+        failed = f"{why}; {why.remedy}"
+    of_all = run_folder.read_json(told)
+    work.result["evaluation"] = of_all | {"failed": failed, "by_task": by_task(work)}
+    work.write()
 
 
 def by_task(work: Work) -> list[dict[str, Any]]:

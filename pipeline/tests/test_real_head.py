@@ -106,6 +106,37 @@ def test_acceptance_of_each_task(real_head: Any, given: argparse.Namespace) -> N
     assert real_head.by_task(work) == [told]
 
 
+@pytest.mark.parametrize("measured", [True, False])
+def test_an_evaluation_that_fails_over_what_it_measured_is_told(
+    real_head: Any, given: argparse.Namespace, *, measured: bool
+) -> None:
+    work = real_head.Work(given)
+    work.result["tasks"] = {"a": "qa"}
+    folder = work.folder("run")
+    folder.root.mkdir(parents=True)
+    run_folder.append_line(folder.heldout, {"id": "a"})
+    (given.into / "speculators" / "2").mkdir(parents=True)
+    asked = []
+
+    def refuse(verb: str, name: str, *options: str) -> None:
+        asked.append((verb, name, *options))
+        if measured:
+            folder.evaluate.mkdir()
+            run_folder.write_json(folder.evaluate / "results.json", {"runs": []})
+        raise CheckFailed("evaluate ended with 1", remedy="see its log")
+
+    work.verb = refuse
+    if measured:
+        real_head.evaluated(work)
+        told = json.loads((given.into / "result.json").read_text())["evaluation"]
+        assert told["failed"] == "evaluate ended with 1; see its log"
+    else:
+        with pytest.raises(CheckFailed, match="ended with 1"):
+            real_head.evaluated(work)
+    heads = [option.partition("=")[0] for option in asked[0][3::2]]
+    assert heads == ["first-boundary-only", "off-by-one", "speculators"]
+
+
 def test_what_training_said_and_what_serving_does(
     real_head: Any, given: argparse.Namespace
 ) -> None:
