@@ -42,6 +42,9 @@ class cuda:
     is_available = staticmethod(lambda: bool(NAMES))
     device_count = staticmethod(lambda: len(NAMES))
     get_device_name = staticmethod(lambda index: NAMES[index])
+class backends:
+    class cpu:
+        get_cpu_capability = staticmethod(lambda: "AVX512")
 """
 
 
@@ -203,6 +206,34 @@ def test_gpus_are_counted_by_name(machine: Machine) -> None:
     diagnosis = doctor.examine()
     assert finding(diagnosis, "GPU").detail == "2 x H200, 1 x L4"
     assert capability(diagnosis, "GPU tests").possible
+
+
+@pytest.mark.parametrize(
+    ("instructions", "names", "processor", "warned"),
+    [
+        ("AVX2", [], "x86_64", True),
+        ("DEFAULT", [], "x86_64", True),
+        ("AVX512", [], "x86_64", False),
+        ("AVX2", ["H200"], "x86_64", False),  # which computes
+        ("DEFAULT", [], "aarch64", False),
+    ],
+)
+def test_a_cpu_that_is_slow_in_bfloat16_is_warned_of(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    instructions: str,
+    names: list[str],
+    processor: str,
+    *,
+    warned: bool,
+) -> None:
+    monkeypatch.setattr(doctor.platform, "machine", lambda: processor)
+    machine.torch(f"NAMES = {names}\n{TORCH}".replace("AVX512", instructions))
+    diagnosis = doctor.examine()
+    told = [f for f in diagnosis.findings if f.name == "bfloat16"]
+    assert [f.state for f in told] == ["warning"] * warned
+    assert all('dtype = "float32"' in f.remedy for f in told)
+    assert diagnosis.can_run_demo
 
 
 def test_cuda_torchvision_beside_cpu_torch_is_warned_of(machine: Machine) -> None:

@@ -24,6 +24,7 @@ output = "{output}"
 builtin = "smollm2-135m-instruct"
 [capture]
 max_model_len = 384
+dtype = "{dtype}"
 [data]
 train = 16
 validation = 2
@@ -43,12 +44,20 @@ dtype = "float32"
 """
 
 
+def _fast_dtype() -> str:
+    """Return bfloat16, or float32 for a CPU that would take six times as long for bfloat16."""
+    import torch
+
+    slow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    return "float32" if slow else "bfloat16"
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A configuration for minutes, not hours."""
     folder = tmp_path_factory.mktemp("run")
     path = folder / "small.toml"
-    path.write_text(CONFIG.format(output=folder / "out"))
+    path.write_text(CONFIG.format(output=folder / "out", dtype=_fast_dtype()))
     return path
 
 
