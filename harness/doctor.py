@@ -71,8 +71,6 @@ count = torch.cuda.device_count() if torch.cuda.is_available() else 0
 names = [torch.cuda.get_device_name(i) for i in range(count)]
 print(json.dumps([names, torch.backends.cpu.get_cpu_capability()]))
 """
-_WITHOUT_BFLOAT16 = ("DEFAULT", "AVX2")
-"""What torch calls x86 processors for which it has no fast kernels of bfloat16."""
 
 
 @dataclass(frozen=True)
@@ -188,8 +186,7 @@ def _torch() -> Iterator[Finding]:
         return
     yield found
     names, instructions = json.loads(done.stdout.splitlines()[-1])
-    if not names and platform.machine() == "x86_64" and instructions in _WITHOUT_BFLOAT16:
-        # Measured with AVX2: matrices of 576 by 1536 at 7.5 GFLOP/s on a core, in float32 at 49.
+    if not names and is_slow_in_bfloat16(instructions):
         detail = (
             f"this CPU has no instructions for it ({instructions}): six times slower than float32"
         )
@@ -200,6 +197,14 @@ def _torch() -> Iterator[Finding]:
         yield Finding("GPU", "ok", kinds)
     else:
         yield Finding("GPU", "missing", "torch sees no CUDA device", "only GPU tests need one")
+
+
+def is_slow_in_bfloat16(instructions: str) -> bool:
+    """Whether a CPU lacks instructions for it: ``torch.backends.cpu.get_cpu_capability()``.
+
+    Measured with AVX2: matrices of 576 by 1536 at 7.5 GFLOP/s on a core, in float32 at 49.
+    """
+    return platform.machine() == "x86_64" and instructions in ("DEFAULT", "AVX2")
 
 
 def _companions() -> Iterator[Finding]:

@@ -15,6 +15,8 @@ import numpy as np
 import psutil
 import pytest
 
+from truetap.harness import doctor
+
 pytestmark = [pytest.mark.live, pytest.mark.torch, pytest.mark.slow]
 
 DEADLINE_S = 600
@@ -45,10 +47,10 @@ dtype = "float32"
 
 
 def _fast_dtype() -> str:
-    """Return bfloat16, or float32 for a CPU that would take six times as long for bfloat16."""
+    """Return bfloat16, or float32 for a CPU that is slow in it."""
     import torch
 
-    slow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    slow = doctor.is_slow_in_bfloat16(torch.backends.cpu.get_cpu_capability())
     return "float32" if slow else "bfloat16"
 
 

@@ -297,6 +297,11 @@ def test_heads_from_elsewhere_are_measured_beside_the_runs_own(
     assert results["runs"][3]["acceptance_length"] == 2.0
     assert results["greedy_identical"]["theirs"] == [1, 1]
     assert results["greedy_parted"] == {}
+    # The engine's own limit is below what it is given; what each prompt accepted has its own file.
+    assert results["requests_at_a_time"] == config.capture.max_num_seqs == 32
+    assert not any("histograms" in run for run in results["runs"])
+    kept = json.loads((folder.evaluate / "theirs-0.json").read_text())
+    assert list(kept["histograms"].values()) == [[2, 0, 2, 0]]
 
 
 @pytest.mark.parametrize(
