@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,6 +25,7 @@ from typing import Any
 
 import ending
 import numpy as np
+import same_conversations
 import torch
 
 from truetap.harness import shard
@@ -34,7 +34,7 @@ from truetap.harness.adapters.mutants import FAULTS
 from truetap.harness.errors import CheckFailed, UsageError
 from truetap.harness.final_norm import final_norm
 from truetap.harness.model import Capture, CaptureBatch, EngineSpec
-from truetap.pipeline import config, run_folder, verifiers
+from truetap.pipeline import config, verifiers
 from truetap.pipeline.run_folder import RunFolder
 from truetap.pipeline.store import Store
 
@@ -117,11 +117,7 @@ def make(run: Source, seen: Source | None, fault: str, target: RunFolder, thread
     (target.root / "run.toml").write_text(
         re.sub(r"(?m)^output\s*=.*$", f'output = "{target.root}"', run.text, count=1)
     )
-    for path in (run.folder.conversations, run.folder.heldout):
-        shutil.copy(path, target.root / path.name)
-    known = run_folder.read_json(run.folder.root / "made-from.json")
-    for section in ("verifier", "data", "capture"):
-        target.claim(section, known[section])
+    same_conversations.begin(target, run.folder, ("verifier", "data", "capture"))
     norm = final_norm(Path(run.spec.model))
     context = Corruptor(run.spec, norm, norm)
     store = Store(target.shards)

@@ -32,6 +32,7 @@ from typing import Any
 
 import ending
 import numpy as np
+import same_conversations
 from capture_tax import hardware, versions
 from founding_scene import CLI
 from training_rate import their_command
@@ -217,12 +218,7 @@ def captured_early(work: Work) -> None:
     """Capture one block early: what the fault off-by-one takes its states from."""
     run, early = work.folder("run"), work.folder("early")
     if not early.conversations.exists():
-        early.root.mkdir(parents=True, exist_ok=True)
-        known = run_folder.read_json(run.root / "made-from.json")
-        for section in ("verifier", "data"):
-            early.claim(section, known[section])
-        for path in (run.heldout, run.conversations):
-            shutil.copy(path, early.root / path.name)
+        same_conversations.begin(early, run, ("verifier", "data"))
     work.verb("extract", "early", "--allow-uncertified", REASON)
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -27,10 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import ending
+import same_conversations
 from capture_tax import hardware, versions
 
 from truetap.harness.errors import CheckFailed, UsageError
-from truetap.pipeline import arrow_dataset, prepare, run_folder, verifiers
+from truetap.pipeline import arrow_dataset, prepare, verifiers
 from truetap.pipeline import config as configuration
 from truetap.pipeline.config import RunConfig
 from truetap.pipeline.run_folder import RunFolder
@@ -89,12 +89,7 @@ def watched(command: Sequence[str], log: Path, look: Callable[[], int | None]) -
 def ours(text: str, folder: RunFolder, scratch: Path, reason: str) -> Seen:
     """Train with ``truetap train`` in a folder of its own."""
     root = scratch / "ours"
-    root.mkdir()
-    for path in (folder.conversations, folder.heldout):
-        shutil.copy(path, root / path.name)
-    known = run_folder.read_json(folder.root / "made-from.json")
-    kept = {name: known[name] for name in ("verifier", "data", "capture")}
-    run_folder.write_json(root / "made-from.json", kept)
+    same_conversations.begin(RunFolder(root), folder, ("verifier", "data", "capture"))
     (root / "shards").symlink_to(folder.shards.resolve())
     changed = re.sub(r"(?m)^output\s*=.*$", f'output = "{root}"', text, count=1)
     changed = re.sub(r"(?m)^epochs\s*=.*$", "epochs = 1", changed, count=1)

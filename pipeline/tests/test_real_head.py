@@ -106,6 +106,25 @@ def test_acceptance_of_each_task(real_head: Any, given: argparse.Namespace) -> N
     assert real_head.by_task(work) == [told]
 
 
+def test_what_is_captured_early_are_the_same_conversations(
+    real_head: Any, given: argparse.Namespace
+) -> None:
+    """Made anew they would not be; and it stands for captures of its own."""
+    work = real_head.Work(given)
+    run, early = work.folder("run"), work.folder("early")
+    for path in (run.conversations, run.heldout):
+        run_folder.append_line(path, {"id": path.name})
+    run_folder.write_json(run.root / "made-from.json", {"verifier": 1, "data": 2, "capture": 3})
+    asked = []
+    work.verb = lambda *words: asked.append(words)
+    real_head.captured_early(work)
+    assert asked == [("extract", "early", "--allow-uncertified", real_head.REASON)]
+    assert early.conversations.read_bytes() == run.conversations.read_bytes()
+    assert early.heldout.read_bytes() == run.heldout.read_bytes()
+    claimed = run_folder.read_json(early.root / "made-from.json")
+    assert claimed == {"verifier": 1, "data": 2}
+
+
 @pytest.mark.parametrize("measured", [True, False])
 def test_an_evaluation_that_fails_over_what_it_measured_is_told(
     real_head: Any, given: argparse.Namespace, *, measured: bool

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from truetap.harness.errors import CheckFailed
+from truetap.pipeline import run_folder
+from truetap.pipeline.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -52,3 +54,25 @@ def test_ratios_are_those_of_pairs(training: Any) -> None:
     made = [("truetap", 110), ("speculators", 100), ("truetap", 90), ("speculators", 60)]
     told = training.summary([{"trainer": t, "tokens_per_second": r} for t, r in made])
     assert told == {"truetap": 100, "speculators": 80, "ratio": 1.3, "ratios": [1.1, 1.5]}
+
+
+def test_our_trainer_gets_the_same_conversations_and_shards_for_one_epoch(
+    training: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, scratch = RunFolder(tmp_path / "run"), tmp_path / "scratch"
+    scratch.mkdir()
+    folder.shards.mkdir(parents=True)
+    for path in (folder.conversations, folder.heldout):
+        path.write_text("{}\n")
+    known = {"verifier": 1, "data": 2, "capture": 3}
+    run_folder.write_json(folder.root / "made-from.json", known | {"train": 4})
+    monkeypatch.setattr(training, "watched", lambda command, *_: command)
+    text = f'output = "{folder.root}"\n[train]\nepochs = 3\n'
+    command = training.ours(text, folder, scratch, "")
+    assert command[-2:] == ["train", str(scratch / "ours.toml")]
+    own = f'output = "{scratch / "ours"}"\n[train]\nepochs = 1\n'
+    assert (scratch / "ours.toml").read_text() == own
+    root = scratch / "ours"
+    assert run_folder.read_json(root / "made-from.json") == known
+    assert RunFolder(root).shards.resolve() == folder.shards.resolve()
+    assert RunFolder(root).conversations.read_text() == "{}\n"
